@@ -13,7 +13,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from rota import Cluster, Costs, Kind, Op, place
 from rota.core.programs.device_steps import DeviceProgram, Step, device_programs
-from rota.drawing.looks import COLORS
+from rota.drawing.looks import LOOKS
 from rota.schedules import one_f_one_b
 
 PICTURE = Path(__file__).parent / "pictures" / "device_order.png"
@@ -70,8 +70,8 @@ def draw_step(axes: Axes, step: Step, x: float, y: float) -> None:
         axes.plot(x, y, "o", color="white", markeredgecolor=EVENT, markersize=5.5, zorder=3)
     elif step.what in ("run", "send", "receive"):
         is_op = isinstance(step.subject, Op)
-        color = COLORS[step.subject.kind] if isinstance(step.subject, Op) else MESSAGE
-        ink = "white" if color == COLORS[Kind.F] else "black"
+        color = LOOKS[step.subject.kind].color if isinstance(step.subject, Op) else MESSAGE
+        ink = "white" if color == LOOKS[Kind.F].color else "black"
         axes.add_patch(
             Rectangle(
                 (x - WIDTH / 2, y - HEIGHT / 2), WIDTH, HEIGHT, facecolor=color, edgecolor=EVENT, lw=0.7, zorder=2

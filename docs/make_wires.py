@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from rota import Cluster, Kind, Link, Op, Placement, Plan, SharedLink, Task, Timeline, simulate
 from rota.core.tasks import Edge
-from rota.drawing.looks import COLORS
+from rota.drawing.looks import LOOKS
 
 PICTURE = Path(__file__).parent / "pictures" / "wires.png"
 MESSAGE, GAP, SERVICE, WAITING, LINE = "#DDD9D0", "#F4F2EE", "#6B6F76", "#332288", "#6B6F76"
@@ -51,7 +51,7 @@ def two_senders() -> Plan:
 
 def draw_op(axes: Axes, rank: int, op: Op, start: int, end: int) -> None:
     """An op."""
-    box(axes, rank, start, end, COLORS[op.kind], str(op), "white")
+    box(axes, rank, start, end, LOOKS[op.kind].color, str(op), "white")
 
 
 def draw_transfer(axes: Axes, timeline: Timeline, r: int) -> None:

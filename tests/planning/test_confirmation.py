@@ -210,7 +210,7 @@ def test_with_little_time_the_plans_that_matter_are_started_once(
     assert tried[0].plan.orders == answer.best.plan.orders
     of_best = answer.best.candidate.layout
     assert tried[1].num_processes == 1
-    assert (tried[2].plan.num_ranks, tried[2].num_replicas) != (of_best.num_ranks, of_best.num_replicas)
+    assert (tried[2].plan.num_ranks, tried[2].plan.num_replicas) != (of_best.num_ranks, of_best.num_replicas)
     assert "for lack of time, 2 plans started only once" in told.to_text()
     assert "left out for lack of time: running steps of" in told.to_text()
     assert "started only once" not in confirmed(lambda trials: [steps_of(trial) for trial in trials]).to_text()

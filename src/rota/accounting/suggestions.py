@@ -203,8 +203,7 @@ def _commands_to_cut(plan: Plan) -> tuple[str, ...]:
     usage, rows = plan.usage, plan.microbatch_rows
     if usage is not None and usage.is_estimate:
         return ()
-    replicas = 1 if usage is None else usage.num_replicas
-    num_ranks, limits = plan.num_ranks * replicas, {*plan.placement.cluster.limit_bytes}
+    num_ranks, limits = plan.num_ranks * plan.num_replicas, {*plan.placement.cluster.limit_bytes}
     limit = limits.pop() if len(limits) == 1 else None
     links = plan.placement.routes
     return (
@@ -212,7 +211,7 @@ def _commands_to_cut(plan: Plan) -> tuple[str, ...]:
         *((f"rota profile links --processes {num_ranks} -o cluster.json",) if links else ()),
         f"rota autoplan --profile profile.json{' --links cluster.json' if links else ''} --ranks {num_ranks}"
         f"{'' if limit is None else f' --memory {exact_size_text(limit)}'}"
-        f" --batch {'ROWS' if rows is None else rows * plan.num_microbatches * replicas} -o better.json",
+        f" --batch {'ROWS' if rows is None else rows * plan.num_microbatches * plan.num_replicas} -o better.json",
     )
 
 

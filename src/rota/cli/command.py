@@ -113,27 +113,20 @@ def command(
     interspersed: bool = True,
     glossary: Mapping[str, str] | None = None,
 ) -> Callable[[Function], Command]:
-    """A decorator that makes a command of a function, whose docstring is the help.
+    """A decorator that makes a command of a function, whose docstring is the help; `name` is by default the function's.
 
-    Args:
-        example: Command lines that the help shows.
-        name: What the user types; None: the function's name.
-        group: The group that the command is in, if any.
-        interspersed: Whether options may come after the arguments.
-        glossary: Words that an argument may be, with what they mean.
-
-    Returns:
-        The decorator.
+    The help shows the command lines of `example`, and `glossary`, the words that an argument may be, with what they
+    mean. `interspersed`: whether options may come after the arguments.
     """
 
     def decorate(function: Function) -> Command:
         settings = CONTEXT | {"allow_interspersed_args": interspersed}
-        made = click.command(
+        cli_command = click.command(
             name or function.__name__, Command, example=example, glossary=glossary, context_settings=settings
         )(function)
         if group is not None:
-            group.add_command(made)
-        return made
+            group.add_command(cli_command)
+        return cli_command
 
     return decorate
 
@@ -158,7 +151,7 @@ def _wrapped(line: str, width: int) -> list[str]:
     """A command in lines of at most `width` characters; an option and its value stay together."""
     if len(line) <= width:
         return [line]
-    kept = re.sub(r"( --?[\w-]+) (?!-)", "\\1\N{NO-BREAK SPACE}", line)
+    unbroken = re.sub(r"( --?[\w-]+) (?!-)", "\\1\N{NO-BREAK SPACE}", line)
     indent = " " * 4
-    lines = textwrap.wrap(kept, width - 2, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(unbroken, width - 2, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [part.replace("\N{NO-BREAK SPACE}", " ") for part in (*(f"{part} \\" for part in lines[:-1]), lines[-1])]

@@ -53,9 +53,9 @@ def read_cluster(path: str) -> Cluster:
     return read(path, _cluster_in)
 
 
-def read_plan(path: str, costs: str | None = None) -> Plan:
-    """A plan.json, the plan inside a timeline.json, or a schedule CSV, with the costs in a file or assumed ones."""
-    loaded = read_plan_or_timeline(path, costs)
+def read_plan(path: str) -> Plan:
+    """A plan.json, the plan inside a timeline.json, or a schedule CSV, with assumed costs."""
+    loaded = read_plan_or_timeline(path)
     return loaded.plan if isinstance(loaded, Timeline) else loaded
 
 
@@ -157,15 +157,12 @@ def _placement_of_csv(text: str, costs: Costs | None) -> Placement:
 def refuse_outputs(command: str, outputs: Mapping[str, WrittenBy], options: SimpleNamespace) -> None:
     """Raise InputError, before any work, if a command cannot write its outputs, or not in the format of their names.
 
-    A command must not overwrite a file that it reads, and may overwrite others only with --force.
-
-    Args:
-        command: The command's name.
-        outputs: What is written, by the option that names it.
-        options: The values of all options.
+    `outputs` says what is written by the option that names it. A command must not overwrite a file that it reads, and
+    may overwrite others only with --force.
     """
-    others = [value for name, value in vars(options).items() if name not in outputs]
-    read = [path for value in others for path in (value if isinstance(value, (tuple, list)) else [value])]
+    inputs = [value for name, value in vars(options).items() if name not in outputs]
+    paths = [path for value in inputs for path in (value if isinstance(value, (tuple, list)) else [value])]
+    read = [path for path in paths if isinstance(path, str) and os.path.exists(path)]
     places: set[str] = set()
     for name, writes in outputs.items():
         output = getattr(options, name)
@@ -174,13 +171,13 @@ def refuse_outputs(command: str, outputs: Mapping[str, WrittenBy], options: Simp
         if (place := os.path.realpath(output)) in places:
             raise InputError(f"{output} is given for two outputs; the second would overwrite the first")
         places.add(place)
-        what = writes(options) if callable(writes) else writes
-        _refuse_suffix(output, what)
-        if any(isinstance(path, str) and _same_file(path, output) for path in read):
+        kind = writes(options) if callable(writes) else writes
+        _refuse_suffix(output, kind)
+        if os.path.exists(output) and any(os.path.samefile(path, output) for path in read):
             raise InputError(f"{output} is read by the command, and would be overwritten; write to another file")
         option = "--force (before the plan)" if command == "run" else "--force"
-        refuse_taken(Path(output), options.force, is_folder=what == "folder", option=option)
-        (_refuse_file if what in ("file", "plan", "timeline") else _refuse_folder)(output)
+        refuse_taken(Path(output), options.force, is_folder=kind == "folder", option=option)
+        (_refuse_file if kind in ("file", "plan", "timeline") else _refuse_folder)(output)
 
 
 def refuse_taken(path: Path, force: bool, is_folder: bool = False, option: str = "--force") -> None:
@@ -194,7 +191,6 @@ def refuse_taken(path: Path, force: bool, is_folder: bool = False, option: str =
 
 
 def _refuse_file(path: str) -> None:
-    """Raise InputError if the file cannot be written."""
     folder = Path(os.path.realpath(path)).parent
     if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout is written to as it is
         can_write = not os.path.isdir(path) and os.access(path, os.W_OK)
@@ -207,26 +203,21 @@ def _refuse_file(path: str) -> None:
 
 
 def _refuse_folder(path: str) -> None:
-    """Raise InputError if the folder cannot be made or written to."""
     place = Path(path).absolute()
     parent = next(folder for folder in (place, *place.parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InputError(f"cannot make the folder {path}: {parent} is not a writable folder; give another with -o")
 
 
-def _refuse_suffix(output: str, what: Written) -> None:
+def _refuse_suffix(output: str, kind: Written) -> None:
     """Raise InputError if a plan or a timeline would be written as a picture."""
     suffix = Path(output).suffix.lower()
-    if what == "plan" and suffix in _PICTURES:
+    if kind == "plan" and suffix in _PICTURES:
         raise InputError(
             f"a plan is written as .json, or as .csv in PyTorch's format, not as {output}; `rota show` draws pictures"
         )
-    if what == "timeline" and suffix in (*_PICTURES, ".csv"):
+    if kind == "timeline" and suffix in (*_PICTURES, ".csv"):
         raise InputError(f"a timeline is written as .json, not as {output}; `rota show` draws pictures")
-
-
-def _same_file(a: str, b: str) -> bool:
-    return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
 
 
 def make_folder(path: str) -> None:

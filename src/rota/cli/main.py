@@ -46,8 +46,6 @@ COMMANDS = (
 
 
 class _Rota(click.Group):
-    """The group of all commands."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names."""
         return [*COMMANDS]
@@ -141,9 +139,11 @@ def _exit_code(words: list[str]) -> int:
         note(path.removeprefix("rota").strip(), f"error: {_usage_text(error, path)}")
         return 2
     except RotaError as error:
-        what = "refused" if isinstance(error, PlanError) else "error"
-        note(name, f"{what}: {_shown(error)}")
-        return 1 if _is_failure(error) else 2
+        message = "\n".join(map(printable, str(error).split("\n")))  # names of files in it may hold control characters
+        note(name, f"{'refused' if isinstance(error, PlanError) else 'error'}: {message}")
+        # Something was tried, and was refused or failed; otherwise, it is the arguments that must be changed.
+        has_failed = isinstance(error, (PlanError, PipelineError, NothingFitsError))
+        return 1 if has_failed and not isinstance(error, UsageError) else 2
     except BrokenPipeError as error:
         return _lost_output(error) or 1
     except KeyboardInterrupt as error:
@@ -158,13 +158,3 @@ def _usage_text(error: click.UsageError, path: str) -> str:
     if isinstance(error, click.MissingParameter) and isinstance(command, Command):
         return f"{message}; for example: {command.example.splitlines()[0]}"
     return message if ";" in message else f"{message}; see {path} --help"
-
-
-def _is_failure(error: RotaError) -> bool:
-    """Whether something was tried, and was refused or failed; otherwise, it is the arguments that must be changed."""
-    return isinstance(error, (PlanError, PipelineError, NothingFitsError)) and not isinstance(error, UsageError)
-
-
-def _shown(error: RotaError) -> str:
-    """The error's message; names of files in it may hold control characters."""
-    return "\n".join(map(printable, str(error).split("\n")))

@@ -70,12 +70,6 @@ def _wants_color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def print_replicas(plan: Plan, done: str) -> None:
-    """Say that a plan is one pipeline, if it is meant for several replicas of it."""
-    if plan.usage is not None and plan.usage.num_replicas > 1:
-        print_text(f"This {done} one of {plan.usage.num_replicas} replicas: all of them run the same pipeline.")
-
-
 def transfers_text(placement: Placement) -> str:
     """A line for reports; "" if the placement sends nothing."""
     counted = ", ".join(_counted(placement))
@@ -136,7 +130,6 @@ def progress_line() -> Iterator[Callable[[object], None]]:
 
 
 def _overwrite(doing: object) -> None:
-    """Overwrite the terminal's line."""
     print(f"\r\x1b[K{str(doing)[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
 
 

@@ -119,6 +119,11 @@ class Plan:
         return None if self.usage is None else self.usage.cuts
 
     @property
+    def num_replicas(self) -> int:
+        """How many pipelines run this plan together; 1 if the plan does not say."""
+        return 1 if self.usage is None else self.usage.num_replicas
+
+    @property
     def microbatch_rows(self) -> int | None:
         """The examples of the micro-batch that its times and bytes are for. None: unknown."""
         rows = self.placement.microbatch_rows

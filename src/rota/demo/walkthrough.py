@@ -17,15 +17,7 @@ _PLANNING_S = 12
 
 
 def run_demo(folder: str, num_steps: int) -> None:
-    """Plan, train, compare and explain a small GPT, and say what to do next.
-
-    Args:
-        folder: Where model.py, train.py and what the commands write go.
-        num_steps: Training steps.
-
-    Raises:
-        PipelineError: A command failed.
-    """
+    """Plan, train, compare and explain a small GPT in `folder`, and say what to do next. Raises PipelineError."""
     num_ranks = min(max(num_cores(), 2), 4)
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one core per rank
     for name in ("model.py", "train.py"):
@@ -41,9 +33,9 @@ def run_demo(folder: str, num_steps: int) -> None:
     }
     for number, (title, command) in enumerate(commands.items(), 1):
         print(f"\n{number}. {title}\n\n$ rota {command}\n", flush=True)
-        done = subprocess.run([sys.executable, "-m", "rota", *command.split()], cwd=folder, env=environment)
-        if done.returncode:
-            raise PipelineError(f"`rota {command}` in {folder} ended with exit code {done.returncode}; see above")
+        code = subprocess.call([sys.executable, "-m", "rota", *command.split()], cwd=folder, env=environment)
+        if code:
+            raise PipelineError(f"`rota {command}` in {folder} ended with exit code {code}; see above")
     print(f"\nThe files are in {folder}/. Next:")
     print(f"  open {folder}/timeline.html in a browser: the plan above the measured step")
     print(f"  put your own model into {folder}/model.py, and run the commands above")

@@ -126,10 +126,10 @@ def _names(rank: int, tracks: Iterable[int]) -> Iterator[Event]:
         yield from _labels("thread", name, track, _location(rank, track))
 
 
-def _labels(what: str, name: str, index: int, location: Event) -> Iterator[Event]:
+def _labels(kind: str, name: str, index: int, location: Event) -> Iterator[Event]:
     """Yield the metadata that names a process or thread, and sorts it among the others."""
-    yield {"ph": "M", "name": f"{what}_name", **location, "args": {"name": name}}
-    yield {"ph": "M", "name": f"{what}_sort_index", **location, "args": {"sort_index": index}}
+    yield {"ph": "M", "name": f"{kind}_name", **location, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{kind}_sort_index", **location, "args": {"sort_index": index}}
 
 
 def _in_lanes(spans: Iterable[Span], first: int) -> Iterator[tuple[Span, int]]:

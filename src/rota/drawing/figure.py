@@ -61,9 +61,9 @@ def draw(
         from matplotlib import pyplot
 
         _, ax = pyplot.subplots(figsize=figure_inches(timeline), layout="constrained")
-    for old in [*ax.collections, *ax.artists]:
-        if old.get_label() == _LABEL:
-            old.remove()
+    for artist in [*ax.collections, *ax.artists]:
+        if artist.get_label() == _LABEL:
+            artist.remove()
     memory = memory and any(timeline.peak_memory_bytes)
     rows = artists.ROWS_WITH_MEMORY if memory else artists.ROWS
     ops = artists.op_columns(timeline)
@@ -79,9 +79,9 @@ def draw(
         "shared links": artists.service_artist(timeline),
         "critical path": artists.path_artist(timeline, rows) if critical_path else None,
     }
-    for name, artist in drawn.items():
-        if artist is not None:
-            _add(ax, artist, name)
+    for name, new_artist in drawn.items():
+        if new_artist is not None:
+            _add(ax, new_artist, name)
     _set_time_axis(ax, timeline.makespan_us)
     _set_rank_axis(ax, timeline)
     num_legend_lines = _set_legend(ax, timeline, memory, critical_path)

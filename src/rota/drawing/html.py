@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -104,7 +105,7 @@ def _fields(
 
 
 def _page(title: str, head: dict[str, Any], data: str, page_summary: str) -> str:
-    style, script = _style(), _script()
+    style, script = _read("page.css"), _script()
     allowed = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     parts = {
         "policy": f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'",
@@ -115,23 +116,13 @@ def _page(title: str, head: dict[str, Any], data: str, page_summary: str) -> str
         "head": json.dumps(head, separators=(",", ":")).replace("<", "\\u003c"),  # no tag can end within it
         "data": data,
     }
-    template = _read("page.html")
-    pieces = []
-    while template:  # in one pass: what is filled in is not searched for names
-        before, _, rest = template.partition("{")
-        name, _, template = rest.partition("}")
-        pieces += [before, parts[name] if rest else ""]
-    return "".join(pieces)
+    # In one pass: what is filled in is not searched for names.
+    return re.sub("{([a-z]+)}", lambda name: parts[name[1]], _read("page.html"))
 
 
 @cache
 def _script() -> str:
     return '"use strict";\n(() => {\n' + "\n".join(_read(f"{name}.js") for name in _SCRIPTS) + "})();\n"
-
-
-@cache
-def _style() -> str:
-    return _read("page.css")
 
 
 def _read(name: str) -> str:

@@ -11,18 +11,6 @@ from rota.core.timeline import StepEndWork, Timeline
 Work = Op | Transfer | StepEndWork
 
 
-#: Okabe and Ito's palette, which colour-blind people can tell apart; F and B differ in lightness too.
-COLORS = {
-    "F": "#0072B2",
-    "B": "#E69F00",
-    "I": "#D55E00",
-    "W": "#009E73",
-    "R": "#56B4E9",
-    "reduce": "#CC79A7",
-    "optimizer": "#666666",
-}
-
-
 class Look(NamedTuple):
     """How one kind of work is drawn."""
 
@@ -33,14 +21,15 @@ class Look(NamedTuple):
     marks: tuple[Literal["top", "bottom"], ...] = ()  # dark lines along a bar: a second cue beside its colour
 
 
+#: Okabe and Ito's palette, which colour-blind people can tell apart; F and B differ in lightness too.
 LOOKS: dict[str, Look] = {
-    Kind.F: Look(Kind.F.word, COLORS["F"], (75, 117), "─"),
-    Kind.B: Look(Kind.B.word, COLORS["B"], (214, 222), "═", ("bottom",)),
-    Kind.I: Look(Kind.I.word, COLORS["I"], (209, 217), "━", ("top",)),
-    Kind.W: Look(Kind.W.word, COLORS["W"], (79, 122), "┄", ("top", "bottom")),
-    Kind.R: Look(Kind.R.word, COLORS["R"], (153, 189), "~"),
-    "reduce": Look("reduce", COLORS["reduce"], (176, 176), "-"),
-    "optimizer": Look("optimizer", COLORS["optimizer"], (248, 248), "-"),
+    Kind.F: Look(Kind.F.word, "#0072B2", (75, 117), "─"),
+    Kind.B: Look(Kind.B.word, "#E69F00", (214, 222), "═", ("bottom",)),
+    Kind.I: Look(Kind.I.word, "#D55E00", (209, 217), "━", ("top",)),
+    Kind.W: Look(Kind.W.word, "#009E73", (79, 122), "┄", ("top", "bottom")),
+    Kind.R: Look(Kind.R.word, "#56B4E9", (153, 189), "~"),
+    "reduce": Look("reduce", "#CC79A7", (176, 176), "-"),
+    "optimizer": Look("optimizer", "#666666", (248, 248), "-"),
 }
 
 PATH_COLOR, TRANSFER_COLOR, MEMORY_COLOR, LIMIT_COLOR = "#1C2024", "#6B6F76", "#B9BDC3", "#6B6F76"

@@ -6,8 +6,9 @@ import base64
 import sys
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, final
 
 from rota.accounting import Cause, Idle
@@ -129,10 +130,9 @@ def _critical_path(timeline: Timeline, step_ends: dict[tuple[int, object], int])
 
     Transfers are left out: they are between ops on different ranks.
     """
-    first = [0]
-    for order in timeline.plan.orders:
-        first.append(first[-1] + len(order))
-    position = {rank: {op: i for i, op in enumerate(order)} for rank, order in enumerate(timeline.plan.orders)}
+    orders = timeline.plan.orders
+    first = [*accumulate(map(len, orders), initial=0)]
+    position = [{op: i for i, op in enumerate(order)} for order in orders]
     numbers = []
     for span in timeline.critical_path():
         if isinstance(span.work, Op):
@@ -168,10 +168,8 @@ def _add_idle(
                 return (first_step_end + step_ends[work] if work in step_ends else _NO_WORK), 0
         return _NO_WORK, 0
 
-    counts = [0] * timeline.num_ranks
-    for interval in idle:
-        counts[interval.rank] += 1
-    columns.add(counts)
+    counts = Counter(interval.rank for interval in idle)
+    columns.add(counts[rank] for rank in range(timeline.num_ranks))
     columns.add(CAUSES.index(interval.cause) for interval in idle)
     continues = [(b.rank, b.start_us) == (a.rank, a.end_us) for a, b in pairwise(idle)] + [False]
     columns.add(interval.duration_us if more else 0 for interval, more in zip(idle, continues, strict=False))

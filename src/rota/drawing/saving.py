@@ -110,10 +110,10 @@ def _save_figure(draw_on: Callable[[Figure], object], inches: tuple[float, float
         figure.savefig(partial, format=suffix[1:], dpi=150)
 
 
-def _suffix(path: str | PathLike[str], known: tuple[str, ...]) -> str:
+def _suffix(path: str | PathLike[str], suffixes: tuple[str, ...]) -> str:
     suffix = Path(path).suffix.lower()
-    if suffix not in known:
-        raise RotaError(f"the name {str(path)!r} names no known format; use one that ends in {', '.join(known)}")
+    if suffix not in suffixes:
+        raise RotaError(f"the name {str(path)!r} names no known format; use one that ends in {', '.join(suffixes)}")
     return suffix
 
 

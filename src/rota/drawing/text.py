@@ -66,23 +66,21 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
     num_ops, all_columns = timeline.plan.num_ops, timeline.num_ranks * num_columns
     if may_cut and (all_columns < _LEAST * num_ops or _MOST_UNSEEN * num_ops < _num_unseen(busy, charts)):
         end_us = _legible_us(busy, num_columns, end_us)
-        busy = _until(busy, end_us)
+        busy = [[s._replace(end_us=min(s.end_us, end_us)) for s in spans if s.start_us < end_us] for spans in busy]
         charts = [_fill(spans, end_us, num_columns) for spans in busy]
     stages = map(timeline.plan.placement.stages_on, range(timeline.num_ranks))
-    rows = [_row(columns, own, color) for columns, own in zip(charts, stages, strict=True)]
-    rows = [_axis(end_us, num_columns), *rows]
+    rows = [_axis(end_us, num_columns), *(_row(*work, color) for work in zip(charts, stages, strict=True))]
 
-    lines = [*_flow(_header(timeline), " · ", width), ""]
+    ranks, facts = count_text(timeline.num_ranks, "rank"), summary(timeline).split(" · ")
+    header = [ranks, timeline.plan.step_text, *facts, f"span {time_text(timeline.span_us)}"]
+    lines = [*_flow(header, " · ", width), ""]
     if end_us < timeline.makespan_us:
         drawn = f"drawn: the first {time_text(end_us)} of {time_text(timeline.makespan_us)}"
         lines[-1:] = [*_flow([drawn, "all of it: rota show PLAN -o plan.html"], "; ", width), ""]
     lines += [name + row + entry for name, row, entry in zip(names, rows, table, strict=True)]
-    return "\n".join([*lines, *_links(timeline, width), "", *_legend(timeline, busy, charts, width, color)])
-
-
-def _links(timeline: Timeline, width: int) -> list[str]:
-    parts = [f"shared link {name}: {busy:.1%} busy" for name, busy in utilisation(timeline)]
-    return ["", *_flow(parts, " · ", width)] if parts else []
+    if links := [f"shared link {name}: {share:.1%} busy" for name, share in utilisation(timeline)]:
+        lines += ["", *_flow(links, " · ", width)]
+    return "\n".join([*lines, "", *_legend(timeline, busy, charts, width, color)])
 
 
 def summary(timeline: Timeline, bound_us: float | None = None) -> str:
@@ -96,16 +94,6 @@ def summary(timeline: Timeline, bound_us: float | None = None) -> str:
         gap = f"within {gap_us / timeline.makespan_us:.1%} of the optimum" if gap_us > 0 else "proven optimal"
         parts.append(gap)
     return " · ".join(parts)
-
-
-def _header(timeline: Timeline) -> list[str]:
-    facts = summary(timeline).split(" · ")
-    return [
-        count_text(timeline.num_ranks, "rank"),
-        timeline.plan.step_text,
-        *facts,
-        f"span {time_text(timeline.span_us)}",
-    ]
 
 
 def _legend(timeline: Timeline, busy: _Busy, charts: _Charts, width: int, color: bool) -> list[str]:
@@ -228,10 +216,6 @@ def _legible_us(busy: _Busy, num_columns: int, makespan_us: int) -> int:
     """Return how much of the step fits into the columns if an op of median length has `_LEGIBLE` of them."""
     op_us = median(span.end_us - span.start_us for spans in busy for span in spans if isinstance(span.work, Op))
     return max(1, min(round(op_us * num_columns / _LEGIBLE), makespan_us))
-
-
-def _until(busy: _Busy, end_us: int) -> list[list[Span]]:
-    return [[s._replace(end_us=min(s.end_us, end_us)) for s in spans if s.start_us < end_us] for spans in busy]
 
 
 def _busy_spans(timeline: Timeline) -> list[list[Span]]:

@@ -22,9 +22,9 @@ def require_boundaries(boundaries: Sequence[int], num_stages: int | None = None)
         raise SplitError(f"{text} must begin with 0 and end with the number of layers, such as 0,4,8")
     if cut[-1] > MOST_LAYERS or len(cut) > MOST_LAYERS:
         raise SplitError(f"{text} have {max(cut[-1], len(cut)):,} layers or stages; {MOST_LAYERS:,} at most")
-    for at, (before, after) in enumerate(pairwise(cut), 1):
+    for entry, (before, after) in enumerate(pairwise(cut), 1):
         if after < before:
-            raise SplitError(f"{text} fall from {before} to {after} at entry {at}; sort them")
+            raise SplitError(f"{text} fall from {before} to {after} at entry {entry}; sort them")
     if num_stages is not None and len(cut) - 1 != num_stages:
         raise SplitError(f"{text} make {len(cut) - 1} parts for {num_stages} stages; give {num_stages + 1} entries")
     return cut

@@ -45,10 +45,9 @@ def module_parts(model: nn.Module, stages: Stages) -> Parts:
         edges = ", ".join(map(str, stages.edges))
         raise SplitError(f"torchtitan runs a chain of stages, but these have the edges {edges}: cut where one value is")
     paths = [_paths(model, stages[stage]) for stage in range(len(stages))]
-    users = {name: [s for s, held in enumerate(paths) if _is_in(name, held)] for name in named}
     parts: list[list[str]] = [[] for _ in paths]
     for name, module in named.items():
-        homes = users[name]
+        homes = [s for s, held in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for path in held)]
         if not all(name in paths[stage] for stage in homes[1:] and homes):
             raise SplitError(
                 f"stages {', '.join(map(str, homes))} share {name!r} ({type(module).__name__}): a cut is inside of "
@@ -127,19 +126,15 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 
 def _paths(model: nn.Module, stage: nn.Module) -> set[str]:
     """The paths of what runs in a stage. Raises SplitError for a parameter that is not the model's own."""
-    own = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for path, parameter in stage.named_parameters(remove_duplicate=False):
-        if own.get(path) is not parameter:
+        if parameters.get(path) is not parameter:
             raise SplitError(
                 f"parameter {path!r} of a stage is not the model's of that name: make stages by rota.split"
             )
     if isinstance(stage, CarvedStage):
         return {path.partition("#")[0] for path in (*stage.holds, *stage.cut_points)}
     return {path for path, _ in stage.named_modules(remove_duplicate=False)}
-
-
-def _is_in(name: str, paths: set[str]) -> bool:
-    return name in paths or any(path.startswith(f"{name}.") for path in paths)
 
 
 def _without_ties(named: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> Parts:
@@ -181,18 +176,14 @@ def check_parts(model: nn.Module, parts: Sequence[Sequence[str]], inputs: Any) -
     model.eval()
     try:
         with torch.no_grad():
-            whole = _run(model, inputs)
+            try:
+                whole = _call(model, inputs)
+            except Exception as error:
+                raise PipelineError(f"the whole model does not run on this batch: {_text_of(error)}") from error
             _compare(_run_all(model, parts, inputs), whole)
     finally:
         for module in training:
             module.training = True
-
-
-def _run(model: nn.Module, inputs: Any) -> Any:
-    try:
-        return _call(model, inputs)
-    except Exception as error:
-        raise PipelineError(f"the whole model does not run on this batch: {_text_of(error)}") from error
 
 
 def _run_all(model: nn.Module, parts: Sequence[Sequence[str]], inputs: Any) -> Any:

@@ -136,15 +136,17 @@ def _refuse_other_plans(
     on, group = schedule_csv.stage_ranks(orders), stages[0].group
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     planned = len({op.microbatch for order in orders for op in order})
-    own, expected = [s for s, home in enumerate(on) if home == rank], sorted(stage.stage_index for stage in stages)
-    for what, of_csv, here in (
+    on_rank, expected = [s for s, home in enumerate(on) if home == rank], sorted(stage.stage_index for stage in stages)
+    for quantity, of_csv, of_schedule in (
         ("ranks", len(orders), num_ranks),
         ("stages", len(on), stages[0].num_stages),
         ("micro-batches", planned, num_microbatches),
-        (f"on rank {rank} the stages", reading.short(own), reading.short(expected)),
+        (f"on rank {rank} the stages", reading.short(on_rank), reading.short(expected)),
     ):
-        if of_csv != here:
-            raise PipelineError(f"{path} has {what} {of_csv}, but PyTorch's schedule {here}; export the plan that runs")
+        if of_csv != of_schedule:
+            raise PipelineError(
+                f"{path} has {quantity} {of_csv}, but PyTorch's schedule {of_schedule}; export the plan that runs"
+            )
 
 
 def _refuse_compiled(path: str | Path, orders: Sequence[Sequence[Op]], stages: Sequence[Any]) -> None:

@@ -23,7 +23,6 @@ from rota.core import reading, schedule_csv
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs, assumed_costs
 from rota.core.errors import FormatError, ScheduleError, SplitError
-from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
 from rota.core.reading import Field, Positive, short
@@ -105,20 +104,15 @@ def render(parts: Sequence[Sequence[str]], plan: Plan, folder: str | Path) -> di
         _ROWS: plan.microbatch_rows or 1,
         "num_pp_microbatches": plan.num_microbatches,
     }
-    if (num_replicas := replicas_of(plan)) > 1:
-        fields |= {_REPLICATE: 1, _SHARD: num_replicas}
+    if plan.num_replicas > 1:  # with one pipeline, torchtitan may run any number: it adds them by itself
+        fields |= {_REPLICATE: 1, _SHARD: plan.num_replicas}
     texts = plan.to_csv(), plan.to_csv(communication=True), _json(fields, parts)
     return {Path(folder) / name: text for name, text in zip(FILES, texts, strict=True)}
 
 
-def replicas_of(plan: Plan) -> int:
-    """How many pipelines the plan is for. With one, torchtitan may run any number: it adds them by itself."""
-    return 1 if plan.usage is None else plan.usage.num_replicas
-
-
 def batch_text(plan: Plan) -> str:
     """How many micro-batches of how many rows a step has, and the batch size to set in torchtitan."""
-    rows, count, num_replicas = plan.microbatch_rows, plan.num_microbatches, replicas_of(plan)
+    rows, count, num_replicas = plan.microbatch_rows, plan.num_microbatches, plan.num_replicas
     size = f"training.local_batch_size = {rows * count if rows else f'{count} * {_ROWS}'}"
     if rows and num_replicas > 1:
         size += f" (global batch: {num_replicas} * {rows * count} = {num_replicas * rows * count} rows)"
@@ -129,10 +123,9 @@ def batch_text(plan: Plan) -> str:
 
 def degrees_text(plan: Plan) -> str:
     """What the degrees of data parallelism must be for the plan's pipelines."""
-    num_replicas = replicas_of(plan)
+    num = plan.num_replicas
     return (
-        f"{num_replicas} pipelines: {_REPLICATE} * {_SHARD} must be {num_replicas}; {_SHARD} = {num_replicas} has FSDP "
-        f"shard the weights over them"
+        f"{num} pipelines: {_REPLICATE} * {_SHARD} must be {num}; {_SHARD} = {num} has FSDP shard the weights over them"
     )
 
 
@@ -255,12 +248,7 @@ def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: C
             f"them {placed}; change pipeline_parallel_schedule ({_LOOP} or {_V}) or the CSV"
         )
     costs = assumed_costs(len(parts)) if costs is None else stage_costs(costs, _boundaries(parts))
-    placement = _placed(orders, costs, cluster or Cluster.uniform(num_ranks), on)
-    return Plan.from_csv(csv, placement)
-
-
-def _placed(orders: schedule_csv.Orders, costs: Costs, cluster: Cluster, on: Sequence[int]) -> Placement:
-    """The costs, with the backward halved if the CSV splits it and the costs do not."""
     kinds = {op.kind for order in orders for op in order}
-    placement = place(costs.with_split_backward() if Kind.W in kinds else costs, cluster, on)
-    return placement if kinds - {Kind.F} else placement.forward_only()
+    costs = costs.with_split_backward() if Kind.W in kinds else costs
+    placement = place(costs, cluster or Cluster.uniform(num_ranks), on)
+    return Plan.from_csv(csv, placement if kinds - {Kind.F} else placement.forward_only())

@@ -219,10 +219,8 @@ def _shown(answer: Answer) -> list[Contender]:
     """The best few plans, at most two of them with the same numbers of ranks and replicas."""
     shown: list[Contender] = []
     for plan in answer.candidates:
-        layout = plan.candidate.layout
-        sizes = layout.num_ranks, layout.num_replicas
-        others = [other.candidate.layout for other in shown]
-        if sum((other.num_ranks, other.num_replicas) == sizes for other in others) < _MOST_ALIKE:
+        division = plan.candidate.layout.division
+        if sum(other.candidate.layout.division == division for other in shown) < _MOST_ALIKE:
             shown.append(plan)
     return shown[:_MOST_ROWS]
 
@@ -248,7 +246,6 @@ def _table(answer: Answer, width: int | None) -> list[str]:
 
 
 def _cells(answer: Answer, plan: Contender, mark: str) -> tuple[str, ...]:
-    """A row of the table."""
     layout = plan.candidate.layout
     gap = max(plan.makespan_us - plan.bound_us, 0) / plan.makespan_us if plan.makespan_us else 0.0
     about = "~" if _is_unmeasured(answer, plan) else ""
@@ -296,18 +293,13 @@ def _search(answer: Answer) -> Iterator[str]:
     beside = f"; compare it with {time_text(layers_us)}, the best plan's step from layer times" if layers_us else ""
     yield f"Lower bound {answer.bound_holds}: {time_text(answer.bound_us)} per step{beside}"
     if answer.tolerance and len(answer.candidates) > 1:
-        yield _equally_fast(answer)
+        precision = f"Predicted differences of up to {answer.tolerance:.1%} count as none"
+        if answer.best.steps is not None:
+            rounds = count_text(answer.num_rounds, "round")
+            precision = f"Trial steps ({rounds}) measure differences to within {answer.tolerance:.1%}"
+        yield f"{precision}; of equally fast plans, the simplest is recommended"
     yield from _alone(answer)
     yield from answer.remarks
-
-
-def _equally_fast(answer: Answer) -> str:
-    """Which plans count as equally fast, and which of them is recommended."""
-    known = f"Predicted differences of up to {answer.tolerance:.1%} count as none"
-    if answer.best.steps is not None:
-        rounds = count_text(answer.num_rounds, "round")
-        known = f"Trial steps ({rounds}) measure differences to within {answer.tolerance:.1%}"
-    return f"{known}; of equally fast plans, the simplest is recommended"
 
 
 def _alone(answer: Answer) -> Iterator[str]:

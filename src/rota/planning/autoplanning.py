@@ -115,10 +115,9 @@ def one_process(request: Request) -> Contender | None:
     alone = replace(request, machine=Machine(1, slowdowns=(min(request.machine.slowdowns),)), choices=choices)
     plans = []
     for rows, layers in request.profiles.items():
-        count, left = divmod(request.batch_rows, rows)
-        if count and not left:
-            candidate = Candidate(alone, Layout(1, 1, rows, count), (0, layers.num_layers))
-            plan = evaluate(candidate, _ONE_F_ONE_B, math.inf)
+        if request.batch_rows % rows == 0:
+            layout = Layout(1, 1, rows, request.batch_rows // rows)
+            plan = evaluate(Candidate(alone, layout, (0, layers.num_layers)), _ONE_F_ONE_B, math.inf)
             plans += [plan] if isinstance(plan, Contender) else []
     return min(plans, key=lambda plan: plan.key, default=None)
 
@@ -135,7 +134,6 @@ def usual_plan(best: Contender) -> Contender | Misfit | None:
 
 def _nothing_fits(sweep: Sweep) -> NothingFitsError:
     """The error that names the smallest memory that would be enough, of all that was tried, and on which rank."""
-    ran_out = sweep.deadline.ran_out or sweep.num_left > 0
     elapsed_s = sweep.deadline.elapsed_s
     closest = sweep.closest()
     if closest is None:
@@ -143,20 +141,20 @@ def _nothing_fits(sweep: Sweep) -> NothingFitsError:
             f"found no plan in {elapsed_s:.0f} s; give more time, or fewer numbers of rows to choose from"
         )
     candidate, layout = closest.candidate, closest.candidate.layout
-    again = len(candidate.recomputed)
-    recomputing = "full recomputation" if again == layout.num_stages else f"{again} recomputed stages"
+    num_recomputed = len(candidate.recomputed)
+    recomputing = "full recomputation" if num_recomputed == layout.num_stages else f"{num_recomputed} recomputed stages"
     rows = f"micro-batches of {layout.rows} row{'s' if layout.rows > 1 else ''}"
     smaller = "smaller micro-batches (--rows), " if min(sweep.request.profiles) > 1 else ""
     # What was not tried may need less.
     nothing = (
         f"found nothing that fits in {elapsed_s:.0f} s, with {sweep.num_left:,} of {sweep.num_layouts:,} "
         f"layouts not examined: give a longer --time-limit. So far, the plan that needs the least memory"
-        if ran_out
+        if sweep.deadline.ran_out or sweep.num_left > 0
         else "found nothing that fits: the plan that needs the least memory"
     )
     return NothingFitsError(
         f"{nothing} is {closest.schedule} on {count_text(layout.num_ranks, 'rank')} x {layout.num_replicas}, "
-        f"{rows}, with {recomputing if again else 'nothing recomputed'}, where rank {closest.rank} needs "
+        f"{rows}, with {recomputing if num_recomputed else 'nothing recomputed'}, where rank {closest.rank} needs "
         f"{size_text(closest.num_bytes)}, {size_text(closest.over_bytes)} over its limit; give "
         f"--memory {_at_least(closest.num_bytes)}, {smaller}or more ranks"
     )

@@ -147,12 +147,12 @@ class Planner(Iterator[PlannedBatch]):
             raise StopIteration
         inputs = targets = None
         if job.samples is not None and (self._pipeline.reads_inputs or self._pipeline.reads_targets):
-            made = [
+            collated = [
                 self._collate([job.samples[i] for i in group], *size[1:])
                 for group, size in zip(batch.groups, batch.sizes, strict=True)
             ]
-            inputs = [inputs for inputs, _ in made] if self._pipeline.reads_inputs else None
-            targets = [targets for _, targets in made] if self._pipeline.reads_targets else None
+            inputs = [inputs for inputs, _ in collated] if self._pipeline.reads_inputs else None
+            targets = [targets for _, targets in collated] if self._pipeline.reads_targets else None
         return replace(batch, inputs=inputs, targets=targets, waited_us=waited_us)
 
     def close(self) -> None:
@@ -169,13 +169,10 @@ class Planner(Iterator[PlannedBatch]):
         samples = None if self._batches is None else next(self._batches, _END)
         job = _Job(None if samples is _END else samples, samples is not _END)
         if job.samples is not None:
-            job.lengths = [self._lengths_of(sample) for sample in job.samples]
+            lengths = [self._length_of(sample) for sample in job.samples]
+            job.lengths = [[length] if isinstance(length, int) else [*length] for length in lengths]
         self._jobs.put(job)
         return job
-
-    def _lengths_of(self, sample: Any) -> list[int]:
-        lengths = self._length_of(sample)
-        return [lengths] if isinstance(lengths, int) else [*lengths]
 
     # --- in the thread --------------------------------------------------------------------------------------------
 

@@ -51,27 +51,28 @@ class Candidate:
         costs = self.measured or self.layers.stages(
             self.boundaries, split_backward=self.splits_backward, recompute=self.recomputed
         )
-        slowdowns = self.request.machine.slowdowns_of(self.layout.num_ranks, self.layout.num_replicas)
+        slowdowns = self.request.machine.slowdowns_of(*self.layout.division)
         factors = [slowdowns[rank] for rank in self.layout.ranks[: self.layout.num_stages]]
-        times = {name: getattr(costs, name) for name in _TIMES}
-        columns: dict[str, Any] = {name: _slowed(us, factors) for name, us in times.items() if us is not None}
+        columns: dict[str, Any] = {
+            name: _slowed(us, factors) for name in _TIMES if (us := getattr(costs, name)) is not None
+        }
         return replace(costs, **columns, reduce_us=self._reduce_us())
 
     def _reduce_us(self) -> tuple[int, ...]:
         """For each stage: replicas sum their gradients, and so do the two copies of a stage in a bidirectional plan."""
-        machine, n, replicas = self.request.machine, self.layout.num_ranks, self.layout.num_replicas
+        machine, division = self.request.machine, self.layout.division
         times = []
         for stage, (a, b) in enumerate(pairwise(self.boundaries)):
-            holders = [*machine.holders(n, replicas, self.layout.ranks[stage])]
+            holders = [*machine.holders(*division, self.layout.ranks[stage])]
             if self.layout.has_copies:
-                holders += machine.holders(n, replicas, n - 1 - stage)
+                holders += machine.holders(*division, self.layout.num_ranks - 1 - stage)
             times.append(machine.reduce_us(sum(self.layers.gradient_bytes[a:b]), sorted(holders)))
         return tuple(times)
 
     @cached_property
     def placement(self) -> Placement:
         """Tasks and edges of one micro-batch. Raises PlacementError."""
-        cluster = self.request.machine.cluster(self.layout.num_ranks, self.layout.num_replicas)
+        cluster = self.request.machine.cluster(*self.layout.division)
         if self.layout.has_copies:
             return bidirectional(self.costs, cluster)
         placement = place(self.costs, cluster, self.layout.ranks)

@@ -1,15 +1,14 @@
 """Which of several plans to recommend: of those that are as fast as can be told apart, the simplest.
 
-`recommended` is the whole rule, over plain figures. `docs/autoplan.md` states it in the same words.
+`recommended` is the whole rule; `docs/autoplan.md` states it in the same words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
 
 from rota.core.text import count_text
-from rota.planning.evaluation import SIMPLER
+from rota.planning.evaluation import SIMPLER, Contender
 from rota.planning.step_times import FAR, StepTimes, difference, ratios_of_rounds
 
 #: Of a step: a spread above which rounds of steps do not tell which plan is faster.
@@ -22,30 +21,7 @@ LEAST_TOLERANCE = 0.01
 SLOWER_BY_ROUNDS = "round by round, another plan was faster"
 
 
-class Figures(Protocol):
-    """What decides whether a plan is recommended."""
-
-    @property
-    def step_us(self) -> int:
-        """The time of a step: as measured, else as predicted."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The memory of the fullest rank."""
-
-    @property
-    def simplicity(self) -> tuple[int, ...]:
-        """The smaller, the simpler."""
-
-    @property
-    def steps(self) -> StepTimes | None:
-        """The steps that were run; None: the time is predicted."""
-
-
-_Plan = TypeVar("_Plan", bound=Figures)
-
-
-def recommended(contenders: Sequence[_Plan], tolerance: float) -> _Plan:
+def recommended(contenders: Sequence[Contender], tolerance: float) -> Contender:
     """The plan to recommend.
 
     1. A plan is out if another one beats it: if in every round in which both ran, its step took more than `tolerance`
@@ -54,9 +30,7 @@ def recommended(contenders: Sequence[_Plan], tolerance: float) -> _Plan:
     3. Of these, the simplest is recommended; of equally simple ones the one that needs the least memory, then the
        faster one.
 
-    Args:
-        contenders: At least one plan.
-        tolerance: The part of a step by which steps may differ and count as equal, however sure the difference is.
+    `tolerance` is the part of a step by which steps may differ and count as equal, however sure the difference is.
     """
     unbeaten = [plan for plan in contenders if not any(is_beaten(plan, other, tolerance) for other in contenders)]
     left = unbeaten or contenders
@@ -65,14 +39,14 @@ def recommended(contenders: Sequence[_Plan], tolerance: float) -> _Plan:
     return min(alike, key=lambda plan: (plan.simplicity, plan.peak_bytes, plan.step_us))
 
 
-def is_beaten(contender: Figures, other: Figures, tolerance: float) -> bool:
+def is_beaten(contender: Contender, other: Contender, tolerance: float) -> bool:
     """Whether a plan's step took more than `tolerance` longer in every round in which both plans ran."""
     if contender.steps is None or other.steps is None:
         return False
     return min(ratios_of_rounds(contender.steps, other.steps)) > 1 + tolerance
 
 
-def is_as_fast(contender: Figures, fastest: Figures, tolerance: float) -> bool:
+def is_as_fast(contender: Contender, fastest: Contender, tolerance: float) -> bool:
     """Whether a plan counts as equally fast: its step takes at most `spread_between` longer, and not over `FAR` times.
 
     The median of the rounds' ratios counts; for `FAR` also the medians of all steps, which are shown.
@@ -92,7 +66,7 @@ def spread_between(steps: StepTimes | None, fastest: StepTimes | None, tolerance
     return max(difference(steps, fastest).spread, tolerance)
 
 
-def advantage(best: Figures, other: Figures) -> str:
+def advantage(best: Contender, other: Contender) -> str:
     """What the recommended plan has over one that counts as equally fast, as a verb; "" if nothing."""
     for text, of_best, of_other in zip(SIMPLER, best.simplicity, other.simplicity, strict=True):
         if of_best != of_other:
@@ -100,12 +74,12 @@ def advantage(best: Figures, other: Figures) -> str:
     return "needs less memory" if best.peak_bytes < other.peak_bytes else ""
 
 
-def why_preferred(best: Figures, faster: Figures, tolerance: float) -> str:
+def why_preferred(best: Contender, faster: Contender, tolerance: float) -> str:
     """Why a plan is recommended though another one's step is shorter: what follows "but"."""
-    if not (what := advantage(best, faster)):
+    if not (merit := advantage(best, faster)):
         return SLOWER_BY_ROUNDS
     if best.steps is None or faster.steps is None:
-        return f"differences are known only to within {tolerance:.1%}, and this plan {what}"
+        return f"differences are known only to within {tolerance:.1%}, and this plan {merit}"
     ratios = ratios_of_rounds(best.steps, faster.steps)
     as_fast = sum(ratio <= 1 + tolerance for ratio in ratios)
-    return f"this plan was as fast in {as_fast} of {count_text(len(ratios), 'round')}, and {what}"
+    return f"this plan was as fast in {as_fast} of {count_text(len(ratios), 'round')}, and {merit}"

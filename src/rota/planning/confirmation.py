@@ -43,13 +43,9 @@ _LOADED = 0.10  # spread of steps, or missing cores, above which the machine is 
 
 
 class Training(NamedTuple):
-    """What is trained.
+    """What is trained: a model on the CPU, or its stages made by hand, with its batches, loss and optimizer.
 
-    Attributes:
-        model: The model, or its stages made by hand, on the CPU.
-        make_batch: Makes inputs and targets of one micro-batch, given its rows.
-        loss_fn: Makes the loss of an output and a target; None: no loss.
-        make_optimizer: Makes an optimizer of a list of parameters; None: no optimizer.
+    `make_batch` makes inputs and targets of a micro-batch of so many rows; `make_optimizer` gets a list of parameters.
     """
 
     model: nn.Module | Stages
@@ -71,9 +67,9 @@ class _Findings:
     left_out: tuple[tuple[str, str], ...] = ()  # what was not done for lack of time, of which plan
     remarks: tuple[str, ...] = ()
 
-    def without(self, what: str, *plans: Contender) -> _Findings:
+    def without(self, activity: str, *plans: Contender) -> _Findings:
         """The same, and something was not done of these plans for lack of time."""
-        return replace(self, left_out=(*self.left_out, *((what, layout_text(plan)) for plan in plans)))
+        return replace(self, left_out=(*self.left_out, *((activity, layout_text(plan)) for plan in plans)))
 
 
 class _Work(NamedTuple):
@@ -101,20 +97,10 @@ def confirm(
     cores. With more ranks than cores, no steps are run.
 
     Ctrl-C ends the measuring: what was measured by then counts; if nothing was, the answer stays as it was and says so.
-    An answer that Ctrl-C ended is not measured.
+    An answer that Ctrl-C ended is not measured. What is left out for lack of time is among the answer's remarks.
+    `elsewhere`: why the plans are for another machine than this one, so that no steps are run; "" if they are not.
 
-    Args:
-        answer: What `autoplan` found.
-        training: The model, its batches, loss and optimizer.
-        report: Called with a line of text for what is being measured.
-        time_limit_s: Seconds for all of it; what is left out for lack of time is among the answer's remarks.
-        elsewhere: Why the plans are for another machine than this one, so that no steps are run; "" if they are not.
-
-    Returns:
-        The answer with what was measured.
-
-    Raises:
-        SearchError: Where no candidate fits as measured.
+    Raises NothingFitsError where no candidate fits as measured.
     """
     if answer.stopped_by:
         return _unmeasured(answer)
@@ -160,7 +146,7 @@ def _with_stages(findings: _Findings, work: _Work) -> Iterator[_Findings]:
     answer, training, deadline, report = work
     first: dict[tuple[int, int], Contender] = {}
     for plan in answer.candidates:
-        first.setdefault(_division(plan), plan)
+        first.setdefault(plan.candidate.layout.division, plan)
     apart = [plan for plan in first.values() if plan.num_processes > 1 or plan is answer.best]
     usual = [answer.usual] if isinstance(answer.usual, Contender) else []
     longest_s = 0.0
@@ -170,8 +156,8 @@ def _with_stages(findings: _Findings, work: _Work) -> Iterator[_Findings]:
             continue
         needed_s = longest_s
         if not findings.because:
-            others = (*findings.plans, plan, *filter(None, [findings.alone]))
-            rounds_s = 0.0 if plan in apart else least_s([other.plan for other in others], _ROUNDS)
+            to_run = (*findings.plans, plan, *filter(None, [findings.alone]))
+            rounds_s = 0.0 if plan in apart else least_s([contender.plan for contender in to_run], _ROUNDS)
             needed_s += max(rounds_s, _KEPT_FOR_STEPS * deadline.seconds)
         if findings.plans and deadline.left_s <= needed_s:
             if not is_usual:
@@ -180,14 +166,14 @@ def _with_stages(findings: _Findings, work: _Work) -> Iterator[_Findings]:
             continue
         report(f"measuring the stages of {layout_text(plan)}")
         began_s = time.monotonic()
-        again = _measured(plan, training, _REPEATS if findings.because else _REPEATS_BEFORE_STEPS)
+        measured = _measured(plan, training, _REPEATS if findings.because else _REPEATS_BEFORE_STEPS)
         longest_s = max(longest_s, time.monotonic() - began_s)
         try:
-            check(again.plan)
+            check(measured.plan)
         except PlanError as error:
             report(f"{plan.schedule}: as measured, {error}")
             continue
-        findings = replace(findings, plans=(*findings.plans, again))
+        findings = replace(findings, plans=(*findings.plans, measured))
         yield findings
     if not findings.plans:
         raise NothingFitsError(
@@ -235,45 +221,41 @@ def _is_at_once(plan: Contender) -> bool:
     return layout.num_ranks <= num_cores() and not layout.has_copies
 
 
-def _division(plan: Contender) -> tuple[int, int]:
-    """How a plan divides the processes: ranks of a pipeline, and replicas."""
-    return plan.candidate.layout.num_ranks, plan.candidate.layout.num_replicas
-
-
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def _with_steps(findings: _Findings, work: _Work) -> _Findings:
     """With steps of the plans that matter most, and of the other candidates if there is time for all of them."""
     plans = _by_importance(findings, work.answer)
-    while plans and _least_s(plans) > work.deadline.left_s:
+    # Plans that matter may be started only once.
+    while plans and least_s([plan.plan for plan in plans], 1 if len(plans) <= _MATTER else 2) > work.deadline.left_s:
         findings = findings.without("running steps of", plans.pop())
     if len(plans) == 1 and findings.alone is not None and plans != [findings.alone]:
         plans.append(findings.alone)  # a pipeline alone would be compared with nothing
     if not plans:
         return replace(findings, because="no time was left for it")
     try:
-        steps = _tried(plans, work)
+        all_steps = _tried(plans, work)
     except PipelineError as error:
         return replace(findings, because=f"a step failed here: {error}")
-    if not steps:
+    if not all_steps:
         return replace(findings, because="no step ended within the time limit")
-    run = {id(plan): _as_run(plan, of_plan) for plan, of_plan in zip(plans, steps, strict=False)}
+    as_run = {id(plan): _as_run(plan, steps) for plan, steps in zip(plans, all_steps, strict=False)}
     remarks = []
-    best_us = min(of_plan.median_us for of_plan in steps)
-    if once := sum(of_plan.num_starts == 1 and not is_far(of_plan, best_us) for of_plan in steps):
+    best_us = min(steps.median_us for steps in all_steps)
+    if once := sum(steps.num_starts == 1 and not is_far(steps, best_us) for steps in all_steps):
         remarks.append(
             f"for lack of time, {count_text(once, 'plan')} started only once, and steps differ from start to start: "
             f"give a longer --time-limit"
         )
-    if why := _why_busy(steps):
+    if why := _why_busy(all_steps):
         remarks.append(why)
     alone = findings.alone
-    every = (*findings.plans, *(plan for plan in plans if plan not in findings.plans and plan is not alone))
+    contenders = (*findings.plans, *(plan for plan in plans if plan not in findings.plans and plan is not alone))
     return replace(
-        findings.without("running steps of", *plans[len(steps) :]),
-        plans=tuple(run.get(id(plan), plan) for plan in every),
-        alone=alone and run.get(id(alone), alone),
+        findings.without("running steps of", *plans[len(all_steps) :]),
+        plans=tuple(as_run.get(id(plan), plan) for plan in contenders),
+        alone=alone and as_run.get(id(alone), alone),
         remarks=(*findings.remarks, *remarks),
     )
 
@@ -281,17 +263,13 @@ def _with_steps(findings: _Findings, work: _Work) -> _Findings:
 def _by_importance(findings: _Findings, answer: Answer) -> list[Contender]:
     """The best plan, one process, the best on other numbers of ranks, 1F1B on equal layers, and the others."""
     (best, *others), usual = sorted(findings.plans, key=lambda plan: plan.key), answer.usual
-    apart = [plan for plan in others if _division(plan) != _division(best)][:1]
+    division = best.candidate.layout.division
+    apart = [plan for plan in others if plan.candidate.layout.division != division][:1]
     ordered = [best, *filter(None, [findings.alone]), *apart]
     if isinstance(usual, Contender) and not usual.is_as(best):  # even if its stages were not measured
         ordered.append(next((plan for plan in others if usual.is_as(plan)), usual))
     ordered += others
     return list({id(plan): plan for plan in ordered}.values())
-
-
-def _least_s(plans: Sequence[Contender]) -> float:
-    """About how long the fewest steps of these plans take: those that matter may be started only once."""
-    return least_s([plan.plan for plan in plans], 1 if len(plans) <= _MATTER else 2)
 
 
 def _tried(plans: Sequence[Contender], work: _Work) -> list[StepTimes]:
@@ -307,17 +285,17 @@ def _as_run(plan: Contender, steps: StepTimes) -> Contender:
     """The plan with the times of its ops as they ran, in plan order with all ranks busy."""
     as_run, count = calibrated(*steps.timelines), plan.candidate.layout.num_microbatches
     placement = replace(plan.plan.placement, tasks=as_run.tasks, step_ends=as_run.step_ends)
+    as_measured = replace(plan.plan, placement=placement)
     bound_us = placement_bound_us(placement, count)
-    again = replace(plan.plan, placement=placement)
-    return replace(plan, plan=again, bound_us=bound_us, layers_us=plan.by_layers_us, steps=steps)
+    return replace(plan, plan=as_measured, bound_us=bound_us, layers_us=plan.by_layers_us, steps=steps)
 
 
-def _why_busy(steps: Sequence[StepTimes]) -> str:
+def _why_busy(all_steps: Sequence[StepTimes]) -> str:
     """What shows that the machine did something else while these steps ran; "" if nothing does."""
-    missing = max(of_plan.missing_cores for of_plan in steps)
+    missing = max(steps.missing_cores for steps in all_steps)
     if missing > _LOADED:
         return f"the machine is busy: other programs took {missing:.1f} of the cores that steps were run on"
-    spread = max(of_plan.spread for of_plan in steps)
+    spread = max(steps.spread for steps in all_steps)
     if spread > _LOADED:
         return f"the machine is busy: steps of one plan differ by {spread:.0%}, above {_LOADED:.0%}"
     return ""
@@ -346,9 +324,9 @@ def _answered(answer: Answer, findings: _Findings, took_s: float) -> Answer:
     if isinstance(usual, Contender):
         usual = next((plan for plan in plans if plan.is_as(usual)), usual)
     left_out: dict[str, list[str]] = {}
-    for what, plan in findings.left_out:
-        left_out.setdefault(what, []).append(plan)
-    lacking = [f"left out for lack of time: {what} {'; '.join(those)}" for what, those in left_out.items()]
+    for activity, layout in findings.left_out:
+        left_out.setdefault(activity, []).append(layout)
+    lacking = [f"left out for lack of time: {activity} {'; '.join(layouts)}" for activity, layouts in left_out.items()]
     return replace(
         answer,
         candidates=(best, *others),
@@ -376,9 +354,9 @@ def _spread_of(plans: Sequence[Contender], least: float) -> tuple[float, int]:
     """
     fastest = min(plans, key=lambda plan: plan.key)
     near = [plan for plan in plans if plan.steps is None or not is_far(plan.steps, fastest.step_us)]
-    others = [plan.steps for plan in near if plan is not fastest]
-    rounds = [difference(steps, fastest.steps).num_rounds for steps in others if steps and fastest.steps]
-    return max([least, *(spread_between(steps, fastest.steps, least) for steps in others)]), min(rounds, default=0)
+    slower = [plan.steps for plan in near if plan is not fastest]
+    rounds = [difference(steps, fastest.steps).num_rounds for steps in slower if steps and fastest.steps]
+    return max([least, *(spread_between(steps, fastest.steps, least) for steps in slower)]), min(rounds, default=0)
 
 
 def _disagreement(plans: Sequence[Contender]) -> list[str]:

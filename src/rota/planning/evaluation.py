@@ -37,13 +37,9 @@ _SLOW = {"v_half": 0.0002, "v_min": 0.0002}  # seconds per op that their own sea
 
 @dataclass(frozen=True)
 class Contender:
-    """A plan that fits, its schedule's name, and a lower bound for its placement.
+    """A plan that fits, its schedule's name or `SEARCHED`, and a lower bound on every order of its ops.
 
     Attributes:
-        candidate: The plan's layout, cut and recomputation.
-        schedule: Its name, or `SEARCHED`.
-        plan: The plan.
-        bound_us: A lower bound on every order of its ops.
         layers_us: Its step by the layers' times, where its stages or ops were measured as well; else None.
         steps: Its steps, if some were run.
     """
@@ -162,9 +158,7 @@ def evaluate(candidate: Candidate, family: Family, worst_us: float) -> Contender
 
     If the plan does not fit and the layout recomputes nothing, stages are recomputed one after another: on each rank
     over its limit the one that saves the most bytes per µs, until the plan fits, or cannot be faster than `worst_us`.
-
-    Returns:
-        A plan that fits, or what is over its limit; None: the schedule does not suit the candidate, or is too slow.
+    None: the schedule does not suit the candidate, or is too slow.
     """
     while True:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 
 from rota.core.errors import SearchError
@@ -31,7 +30,7 @@ def search_finalists(sweep: Sweep) -> None:
     if not can_search():
         return
     left_out = "left out for lack of time: better orders than those of named schedules; "
-    finalists = list(_finalists(sweep))
+    finalists = _finalists(sweep)
     if finalists and sweep.best is not None and not sweep.deadline.has(_LEAST_S):
         sweep.remarks.append(f"{left_out}give a longer --time-limit")
         return
@@ -55,14 +54,12 @@ def _seconds(sweep: Sweep) -> float:
     return min(_SHARE * sweep.deadline.seconds, _MOST_S)
 
 
-def _finalists(sweep: Sweep) -> Iterator[Candidate]:
+def _finalists(sweep: Sweep) -> list[Candidate]:
     """The fastest candidates that could beat the best plan; if nothing fits, those that nearly do."""
     if sweep.best is None:
-        yield from sweep.almost_fitting[:_MOST]
-        return
+        return sweep.almost_fitting[:_MOST]
     within_us = sweep.best.makespan_us * (1 - _WORTH)
-    several = [plan for plan in best_of_kinds(sweep.plans) if plan.bound_us < within_us]
-    yield from [plan.candidate for plan in several][:_MOST]
+    return [plan.candidate for plan in best_of_kinds(sweep.plans) if plan.bound_us < within_us][:_MOST]
 
 
 def _searched(sweep: Sweep, candidate: Candidate) -> Contender | None:

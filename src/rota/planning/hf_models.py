@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,32 +23,26 @@ _REFUSED = {
 _ATTENTION = ("attn_implementation", "_attn_implementation")
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class HfModel:
-    """A config of transformers, read from `path`."""
+def make_model(path: str, config: Any) -> nn.Module:
+    """The language model of the config in a file, with random weights of its dtype, in training mode."""
+    import transformers
 
-    path: str
-    config: Any
-
-    def make_model(self) -> nn.Module:
-        """The language model of this config, with random weights of its dtype, in training mode."""
-        import transformers
-
-        kind = type(self.config)
-        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
-            if kind in auto._model_mapping:
-                how = {"dtype": self.config.dtype or torch.float32, "trust_remote_code": False}
-                model: nn.Module = auto.from_config(self.config, **how)
-                return model.train()
-        raise FormatError(
-            f"{self.path}: transformers has no language model for model_type {self.config.model_type!r}; write a "
-            f"MODEL.py whose make_model makes it"
-        )
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
+        if type(config) in auto._model_mapping:
+            how = {"dtype": config.dtype or torch.float32, "trust_remote_code": False}
+            model: nn.Module = auto.from_config(config, **how)
+            return model.train()
+    raise FormatError(
+        f"{path}: transformers has no language model for model_type {config.model_type!r}; write a MODEL.py whose "
+        f"make_model makes it"
+    )
 
 
-def read_config(spec: str) -> HfModel:
-    """The config of `hf:config.json`. Raises FormatError if it brings code, or if transformers does not know it."""
+def read_config(spec: str) -> tuple[str, Any]:
+    """The file of `hf:config.json`, and its config.
+
+    Raises FormatError if it brings code, or if transformers does not know it.
+    """
     path = spec.removeprefix(PREFIX)
     if os.path.isdir(path):
         path = os.path.join(path, "config.json")
@@ -69,12 +62,11 @@ def read_config(spec: str) -> HfModel:
         from transformers import AutoConfig
     except ImportError:
         raise FormatError(f"{spec}: this needs transformers; install it with: pip install transformers") from None
-    known = {name: value for name, value in fields.items() if name != "model_type"}
     try:
-        config = AutoConfig.for_model(fields["model_type"], **{**known, "use_cache": False})
+        config = AutoConfig.for_model(**{**fields, "use_cache": False})
     except Exception as error:
         raise FormatError(f"{path}: transformers does not accept it: {type(error).__name__}: {error}") from error
-    return HfModel(path, config)
+    return path, config
 
 
 def _fields(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:

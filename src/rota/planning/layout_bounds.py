@@ -27,9 +27,8 @@ def layout_bound_us(request: Request, layout: Layout) -> int:
     work = _work_us(layers, layout)
     whole = layout.num_microbatches * sum(work) + copies * sum(layers.optimizer_us)
     speeds = sorted((1 / slowdown for slowdown in slowdowns), reverse=True)
-    heads = sorted(
-        _longest_heads(layers) * copies
-    )  # ranks begin with different layers; the faster wait longer, at best
+    # Ranks begin with different layers; the faster wait longer, at best.
+    heads = sorted(_longest_heads(layers) * copies)
     waits = fastest * sum(head * speed for head, speed in zip(heads, reversed(speeds), strict=False))
     reduced = speeds[-1] * _reduced_us(request, layout, layers)
     a_layer = layout.num_microbatches * max(work) * fastest / copies
@@ -41,8 +40,8 @@ def _work_us(layers: LayerCosts, layout: Layout) -> list[int]:
     columns = layers.forward_us, layers.backward_us, layers.input_us, layers.weight_us
     work = [f + min(b, i + w) for f, b, i, w in zip(*columns, strict=True)]
     # Every stage has a layer, so at least this many come before the last stage.
-    again = {"none": 0, "all": layers.num_layers}.get(layout.recompute, layout.num_stages - 1)
-    return [us + (layers.recompute_us[i] if i < again else 0) for i, us in enumerate(work)]
+    num_recomputed = {"none": 0, "all": layers.num_layers}.get(layout.recompute, layout.num_stages - 1)
+    return [us + (layers.recompute_us[i] if i < num_recomputed else 0) for i, us in enumerate(work)]
 
 
 def _longest_heads(layers: LayerCosts) -> list[int]:
@@ -83,21 +82,16 @@ def placement_bound_us(placement: Placement, num_microbatches: int) -> int:
     tasks = [t for t, task in enumerate(placement.tasks) if counts[task.stage]]
     longest = max(heads[t] + scalar(placement.tasks[t].duration_us) + tails[t] for t in tasks)
     for rank in range(placement.num_ranks):
-        here = [t for t in tasks if rank in placement.tasks[t].ranks]
-        if here:
+        on_rank = {t for t in tasks if rank in placement.tasks[t].ranks}
+        if on_rank:
             optimizers = sum(us for s, (_, us) in ends.items() if rank in placement.gradient_ranks(s))
-            work = sum(counts[placement.tasks[t].stage] * scalar(placement.tasks[t].duration_us) for t in here)
+            work = sum(counts[placement.tasks[t].stage] * scalar(placement.tasks[t].duration_us) for t in on_rank)
             # After its last op come the reduction of that op's stage and then all optimizer steps.
-            last = min(max(tails[t], reduction[t] + optimizers) for t in _last(placement, here))
-            longest = max(longest, min(heads[t] for t in here) + work + last)
+            # A task for which another one of the rank waits is not its last.
+            inside = {edge.source for edge in placement.edges if {edge.source, edge.target} <= on_rank}
+            last = min(max(tails[t], reduction[t] + optimizers) for t in on_rank - inside)
+            longest = max(longest, min(heads[t] for t in on_rank) + work + last)
     return longest
-
-
-def _last(placement: Placement, here: Sequence[int]) -> Sequence[int]:
-    """The tasks of a rank that can be its last: no other task of the rank waits for them."""
-    own = set(here)
-    inside = {edge.source for edge in placement.edges if edge.source in own and edge.target in own}
-    return [t for t in here if t not in inside]
 
 
 def _longest_paths(placement: Placement, lags: Sequence[tuple[int, int, int]]) -> list[int]:
@@ -120,23 +114,23 @@ def least_bytes(*placements: Placement) -> list[int]:
         before[target] |= {source} | before[source]
     on = {task.stage: task.ranks for task in first.tasks}
     held = [{(t.stage, t.kind): max(scalar(t.held_bytes), 0) for t in placement.tasks} for placement in placements]
-    kept = {stage: min(of[stage, Kind.F] for of in held) for stage in first.stages}
-    others = {stage: sum(kept[b] for b in before[stage] if on[b] == on[stage]) for stage in first.stages}
-    alone = [_alone(placement, of, others) for placement, of in zip(placements, held, strict=True)]
+    kept = {stage: min(task_bytes[stage, Kind.F] for task_bytes in held) for stage in first.stages}
+    earlier = {stage: sum(kept[b] for b in before[stage] if on[b] == on[stage]) for stage in first.stages}
+    alone = [_alone(placement, task_bytes, earlier) for placement, task_bytes in zip(placements, held, strict=True)]
     least = list(first.static_bytes)
     for stage, ranks in on.items():
         for rank in ranks:
-            least[rank] = max(least[rank], first.static_bytes[rank] + min(of[stage] for of in alone))
+            least[rank] = max(least[rank], first.static_bytes[rank] + min(stage_bytes[stage] for stage_bytes in alone))
     return least
 
 
-def _alone(placement: Placement, held: Mapping[tuple[int, Kind], int], others: Mapping[int, int]) -> dict[int, int]:
-    """For each stage the most that its tasks hold, one after another, on top of what `others` keep."""
+def _alone(placement: Placement, held: Mapping[tuple[int, Kind], int], earlier: Mapping[int, int]) -> dict[int, int]:
+    """For each stage the most that its tasks hold, one after another, on top of what `earlier` stages keep."""
     most = dict.fromkeys(placement.stages, 0)
     for task in placement.tasks:
         alive = scalar(task.peak_bytes)
         if task.kind is not Kind.W:  # which the backwards of the stages before it need not wait for
-            alive += others[task.stage] + held[task.stage, Kind.F]
+            alive += earlier[task.stage] + held[task.stage, Kind.F]
             alive += held.get((task.stage, Kind.R), 0) if task.kind is not Kind.F else 0
         most[task.stage] = max(most[task.stage], alive)
     return most

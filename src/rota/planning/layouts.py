@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import Literal, NamedTuple
 
 from rota import cutting
@@ -34,6 +33,11 @@ class Layout:
     shape: Shape = "chain"
     stages_per_rank: int = 1
     recompute: Recompute = "none"
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """How the processes are divided: ranks of a pipeline, and replicas."""
+        return self.num_ranks, self.num_replicas
 
     @property
     def num_stages(self) -> int:
@@ -86,7 +90,8 @@ def layouts(request: Request, rows: int) -> Iterator[Layout]:
 
 def _shapes(request: Request, layers: LayerCosts, num_ranks: int) -> Iterator[tuple[Shape, int]]:
     yield "chain", 1
-    if num_ranks == 1 or not _is_chain(layers):
+    is_chain = all(target == source + 1 for source, target in layers.edges)  # wherever the model is cut
+    if num_ranks == 1 or not is_chain:
         return
     for count in _STAGES_PER_RANK:
         if num_ranks * count <= layers.num_layers:
@@ -108,20 +113,11 @@ def _recomputes(num_stages: int, recompute: bool) -> Iterator[Recompute]:
             yield "all but the last"
 
 
-def _is_chain(layers: LayerCosts) -> bool:
-    """Whether every stage sends only to the next one, wherever the model is cut."""
-    return all(target == source + 1 for source, target in layers.edges)
-
-
 def cuts(layers: LayerCosts, layout: Layout, machine: Machine) -> list[tuple[int, ...]]:
     """Cuts to try: equal layers, the best balanced, and the best balanced within the memory limits, if there is one."""
-    limits = machine.cluster(layout.num_ranks, layout.num_replicas).limit_bytes
-    num_stages = layout.num_stages
-    rounds = [[*range(layout.num_ranks)] for _ in range(layout.stages_per_rank)]
-    if layout.shape == "wave":
-        rounds[1::2] = [ranks[::-1] for ranks in rounds[1::2]]
-    slowdowns = machine.slowdowns_of(layout.num_ranks, layout.num_replicas)
-    balanced = _Balanced(layers, tuple(chain(*rounds)), slowdowns, layout.recomputed)
+    limits, num_stages = machine.cluster(*layout.division).limit_bytes, layout.num_stages
+    ranks, slowdowns = tuple(layout.ranks[:num_stages]), machine.slowdowns_of(*layout.division)
+    balanced = _Balanced(layers, ranks, slowdowns, layout.recomputed)
     boundaries = [tuple(cutting.uniform(layers.num_layers, num_stages)), _cut(balanced)]
     if any(limit is not None for limit in limits):
         in_flight = tuple(min(num_stages - stage, layout.num_microbatches) for stage in range(num_stages))  # 1F1B's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
@@ -156,19 +156,20 @@ class Machine:
 
     def _shared(self, num_ranks: int, num_replicas: int) -> tuple[SharedLink, ...]:
         """What the ranks of a pipeline share: replicas that share it too leave each other their part of its rate."""
-        made: dict[tuple[tuple[int, ...], tuple[int, ...]], SharedLink] = {}
+        slowest: dict[tuple[tuple[int, ...], tuple[int, ...]], SharedLink] = {}
         for shared in self._shared_links if num_ranks > 1 else ():
-            of_replica = []
+            ends = []
             for start in range(0, num_ranks * num_replicas, num_ranks):
-                here = range(start, start + num_ranks)
-                ends = [tuple(p - start for p in of if p in here) for of in (shared.senders, shared.receivers)]
-                of_replica += [(ends[0], ends[1])] if all(ends) else []
-            for ends_of in dict.fromkeys(of_replica):
-                rate = max(shared.bytes_per_us // len(of_replica), 1)
-                known = made.get(ends_of)
-                if known is None or rate < known.bytes_per_us:
-                    made[ends_of] = SharedLink(shared.name, rate, *ends_of)
-        return tuple(made.values())
+                replica = range(start, start + num_ranks)
+                senders, receivers = (
+                    tuple(process - start for process in processes if process in replica)
+                    for processes in (shared.senders, shared.receivers)
+                )
+                ends += [(senders, receivers)] if senders and receivers else []
+            for pair in dict.fromkeys(ends):
+                link = SharedLink(shared.name, max(shared.bytes_per_us // len(ends), 1), *pair)
+                slowest[pair] = min(slowest.get(pair, link), link, key=lambda shared: shared.bytes_per_us)
+        return tuple(slowest.values())
 
     @property
     def _are_alike(self) -> bool:
@@ -210,9 +211,6 @@ class Machine:
 
 
 def _slowest(links: Collection[Link]) -> Link:
-    """A link with the highest times and the lowest rates of these."""
-
-    def lowest(rates: Iterable[int | None]) -> int | None:
-        return min((rate for rate in rates if rate is not None), default=None)
-
-    return Link(max(link.latency_us for link in links), lowest(link.bytes_per_us for link in links))
+    """A link with the highest latency and the lowest rate of these."""
+    rates = [link.bytes_per_us for link in links if link.bytes_per_us is not None]
+    return Link(max(link.latency_us for link in links), min(rates, default=None))

@@ -75,33 +75,24 @@ class ModelFile:
             )
         return model
 
-    def made_without_weights(self) -> nn.Module | Stages:
-        """What make_model returns on the meta device, or with weights if it needs their numbers."""
-        return _made_without_weights(self.made_model, self.path, _say_once)
-
     def made_batch(self, rows: int) -> tuple[Any, Any]:
         """Inputs and targets of that many rows. Raises FormatError if make_batch fails, or returns something else."""
-        made = _made(self.path, f"make_batch({rows})", lambda: self.make_batch(rows))
-        if not isinstance(made, tuple) or len(made) != 2:
+        batch = _made(self.path, f"make_batch({rows})", lambda: self.make_batch(rows))
+        if not isinstance(batch, tuple) or len(batch) != 2:
             raise FormatError(f"{self.path}: make_batch({rows}) did not return a pair; return (inputs, targets)")
-        return made
+        return batch
 
 
 def load_model_file(path: str, length: int | None = None) -> ModelFile:
     """The file, run as `python path` would, but under another name; or what `hf:config.json` describes.
 
-    Args:
-        path: The file, or "hf:" and the path of a config of transformers.
-        length: Tokens per row of the batches that are made where the file does not make them, or makes them by
-            `make_batch(rows, length)`.
-
-    Raises:
-        FormatError: It lacks something, or fails.
+    `length`: tokens per row of the batches that are made where the file does not make them, or makes them by
+    `make_batch(rows, length)`. Raises FormatError if the file lacks something, or fails.
     """
     if path.startswith(hf_models.PREFIX):
-        model = hf_models.read_config(path)
-        batches = hf_models.batches_of(model.config, length, model.path)
-        return ModelFile(path, model.make_model, batches, hf_models.own_loss)
+        config_path, config = hf_models.read_config(path)
+        batches = hf_models.batches_of(config, length, config_path)
+        return ModelFile(path, partial(hf_models.make_model, config_path, config), batches, hf_models.own_loss)
     reading.read_text(path)
     module = _module(path)
     functions: dict[str, Any] = {
@@ -109,8 +100,8 @@ def load_model_file(path: str, length: int | None = None) -> ModelFile:
     }
     make_model, make_batch = functions["make_model"], functions["make_batch"]
     if make_batch is None and callable(make_model):
-        made = _made_without_weights(make_model, path, lambda _: None)  # only for its config
-        config = getattr(made, "config", None)
+        model = _made_without_weights(make_model, path, lambda _: None)  # only for its config
+        config = getattr(model, "config", None)
         if hasattr(config, "model_type"):  # a model of transformers
             functions["make_batch"] = hf_models.batches_of(config, length, path)
             functions["loss_fn"] = functions["loss_fn"] or hf_models.own_loss
@@ -140,13 +131,13 @@ def _module(path: str) -> ModuleType:
 def _why_not_run(error: BaseException, path: str) -> str:
     """The error of a file that is run for its functions; what is meant for a script must be behind a guard."""
     if isinstance(error, SystemExit):
-        begun = "it ends the process"
+        effect = "it ends the process"
     elif any(frame.name == given_plan.__name__ for frame in traceback.extract_tb(error.__traceback__)):
-        begun = "it begins to train"
+        effect = "it begins to train"
     else:
         return _with_line(error, path)
     return (
-        f"{begun}{_line_text(error, path)}, but is run here for the functions that it defines; put what only a script "
+        f"{effect}{_line_text(error, path)}, but is run here for the functions that it defines; put what only a script "
         f'should do under `if __name__ == "__main__":`'
     )
 
@@ -170,14 +161,14 @@ def profile_file(
             for module in model.modules if isinstance(model, Stages) else (model,):
                 module.to(how.device)
     else:
-        model = file.made_without_weights()
+        model = _made_without_weights(file.made_model, file.path, _say_once)
 
     def make_batch(count: int) -> tuple[Any, Any]:
-        made = file.made_batch(count)
-        return over_tensors(lambda tensor: tensor.to(how.device), made) if is_measured and how.device else made
+        batch = file.made_batch(count)
+        return over_tensors(lambda tensor: tensor.to(how.device), batch) if is_measured and how.device else batch
 
+    estimated_for = None if is_measured else how.device
     try:
-        estimated_for = None if is_measured else how.device
         options = ProfileOptions(
             file.make_optimizer, how.repeats, estimated_for, report, how.cache, how.refresh, how.cuts, within_s
         )
@@ -207,17 +198,8 @@ def profile_file_sizes(
 ) -> SizeProfile:
     """Profile the model of a file at each length and number of rows, cut it into stages, and fit.
 
-    Args:
-        path: As for `load_model_file`; a file with batches of its own makes them by `make_batch(rows, length)`.
-        lengths: Tokens per row.
-        rows: Rows of a micro-batch.
-        num_stages: Stages to cut it into, balanced at the middle length.
-        how: How layers are measured.
-        report: Called with what is being measured.
-
-    Raises:
-        FormatError: The file lacks something, or fails.
-        PlacementError: The lengths and rows are fewer than two sizes.
+    The stages are balanced at the middle length. A file with batches of its own makes them by `make_batch(rows,
+    length)`. Raises FormatError as `load_model_file`, PlacementError if lengths and rows are fewer than two sizes.
     """
     profiles = {length: profile_file(load_model_file(path, length), rows, how, report) for length in sorted(lengths)}
     middle = sorted(lengths)[len(lengths) // 2]
@@ -237,14 +219,7 @@ def profile_file_sizes(
 @final
 @dataclass(frozen=True, slots=True)
 class ExportedModel:
-    """The model of FILE.py:FUNCTION, on the meta device if the function can make it there.
-
-    Attributes:
-        path: The file.
-        model: The model.
-        make: The function.
-        make_batch: The file's `make_batch`; None: it has none.
-    """
+    """What FILE.py:FUNCTION has made, on the meta device if it can; the function, and the file's make_batch, if any."""
 
     path: str
     model: nn.Module
@@ -290,12 +265,12 @@ def load_exported_model(spec: str) -> ExportedModel:
 # --- running the user's functions -------------------------------------------------------------------------------------
 
 
-def _made(path: str, what: str, make: Callable[[], Any]) -> Any:
+def _made(path: str, call: str, make: Callable[[], Any]) -> Any:
     with _importing_beside(path):
         try:
             return make()
         except Exception as error:
-            raise FormatError(f"{path}: {what} failed: {_with_line(error, path)}") from error
+            raise FormatError(f"{path}: {call} failed: {_with_line(error, path)}") from error
 
 
 def _with_line(error: BaseException, path: str) -> str:
@@ -317,16 +292,16 @@ def _made_without_weights(make: Callable[[], _Model], path: str, say: Callable[[
     """
     try:
         with torch.device("meta"), copies_to_meta() as not_loaded:
-            made = make()
+            model = make()
         if not_loaded:
             say(f"{path} loads weights: they are left out here, because only their shapes are needed")
-        return made
+        return model
     except Exception as error:  # such as by asking a tensor without numbers for one
         reason = error.__cause__ if isinstance(error, FormatError) and error.__cause__ else error
-    made = make()  # an error that it raises again is shown once
+    model = make()  # an error that it raises again is shown once
     first_line = f"{type(reason).__name__}: {reason}".splitlines()[0]
     say(f"{path}: the model was made with its weights, because it cannot be made without them: {first_line}")
-    return made
+    return model
 
 
 @cache

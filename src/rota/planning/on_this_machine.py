@@ -76,7 +76,12 @@ def plan_here(job: Job, deadline: Deadline, report: Report) -> Answer:
     answer = replace(answer, remarks=(*remarks, *answer.remarks), links_because=links_because)
     if model_file is None:
         return replace(answer, predicted_because=job.predicted_because or answer.predicted_because)
-    return confirmed_in_time(answer, model_file, deadline, report, job.elsewhere)
+    from rota.planning.confirmation import Training, confirm
+
+    report("making the model")
+    model = model_file.make_model()  # which may take long
+    training = Training(model, model_file.make_batch, model_file.loss_fn, model_file.make_optimizer)
+    return confirm(answer, training, report, time_limit_s=max(deadline.left_s, _LEAST_S), elsewhere=job.elsewhere)
 
 
 def profile_in_time(job: Job, model_file: ModelFile, deadline: Deadline, report: Report) -> tuple[Profile, list[str]]:
@@ -123,16 +128,3 @@ def with_links(
         return machine, str(error), []
     doubts = [f"links were measured on a busy machine: {links.doubt}"] if links.doubt else []
     return replace(machine, link=links.cluster), "", doubts
-
-
-def confirmed_in_time(
-    answer: Answer, model_file: ModelFile, deadline: Deadline, report: Report, elsewhere: str = ""
-) -> Answer:
-    """The answer of `confirm`, in the time that is left once the model is made."""
-    from rota.planning.confirmation import Training, confirm
-
-    report("making the model")
-    model = model_file.make_model()  # which may take long
-    training = Training(model, model_file.make_batch, model_file.loss_fn, model_file.make_optimizer)
-    time_limit_s = max(deadline.left_s, _LEAST_S)
-    return confirm(answer, training, report, time_limit_s=time_limit_s, elsewhere=elsewhere)

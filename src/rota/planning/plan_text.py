@@ -11,7 +11,6 @@ from rota.core.tasks import Kind, scalar
 from rota.core.text import count_text, size_text, time_text
 from rota.planning.choosing import SLOWER_BY_ROUNDS, advantage
 from rota.planning.evaluation import Contender
-from rota.planning.layouts import Layout
 
 NEGLIGIBLE = 0.001  # of a step: a smaller difference needs no reason
 _ALSO = 0.3  # of the difference: a part as large as this is a reason too
@@ -19,19 +18,27 @@ _ALSO = 0.3  # of the difference: a part as large as this is a reason too
 
 def details(plan: Contender, num_ranks: int) -> list[str]:
     """The choices of which a plan consists, on a machine of `num_ranks`."""
-    layout = plan.candidate.layout
+    layout, cuts, num_stages = plan.candidate.layout, plan.candidate.usage.cuts, plan.candidate.layout.num_stages
     sizes = [b - a for a, b in pairwise(plan.candidate.boundaries)]
     several = f"{layout.shape}, {layout.stages_per_rank} per rank" if layout.stages_per_rank > 1 else layout.shape
-    recomputed = sorted(plan.candidate.recomputed)
-    return [
+    lines = [
         f"  ranks       {layout.num_ranks} per pipeline x {count_text(layout.num_replicas, 'replica')}: "
         f"{plan.num_processes} of {num_ranks}",
-        f"  stages      {layout.num_stages} ({several}), layers {_runs(sizes)}",
-        *_both_ways(layout),
-        *_cuts(plan),
+        f"  stages      {num_stages} ({several}), layers {_runs(sizes)}",
+    ]
+    if layout.has_copies:
+        lines.append(
+            f"  copies      half of the micro-batches enter at the last rank, so every stage is on two ranks and all "
+            f"weights are held twice; the charts number the second copies {num_stages} to {2 * num_stages - 1}"
+        )
+    if cuts:
+        num_cuts = len(plan.candidate.layers.cuts)
+        lines.append(f"  cut before  {_runs(cuts)}; a layer is what lies between two of {num_cuts} possible cuts")
+    return [
+        *lines,
         f"  step        {count_text(layout.num_microbatches, 'micro-batch', 'es')} per replica, of "
         f"{count_text(layout.rows, 'row')} each",
-        f"  recomputed  {_runs(recomputed) if recomputed else 'nothing'}",
+        f"  recomputed  {_runs(sorted(plan.candidate.recomputed)) or 'nothing'}",
     ]
 
 
@@ -44,7 +51,7 @@ def ranks_text(plan: Contender) -> str:
 
 def layout_text(plan: Contender) -> str:
     """A plan's schedule and layout: two plans of one schedule on the same ranks differ in the latter."""
-    layout, again = plan.candidate.layout, len(plan.candidate.recomputed)
+    layout, num_recomputed = plan.candidate.layout, len(plan.candidate.recomputed)
     parts: list[str] = []
     if layout.has_copies:
         parts.append("bidirectional: all weights held twice")
@@ -53,27 +60,9 @@ def layout_text(plan: Contender) -> str:
     if layout.stages_per_rank > 1:
         parts.append(f"{layout.stages_per_rank} stages per rank")
     parts.append(f"{count_text(layout.num_microbatches, 'micro-batch', 'es')} of {count_text(layout.rows, 'row')}")
-    if again:
-        parts.append(f"{count_text(again, 'stage')} recomputed")
+    if num_recomputed:
+        parts.append(f"{count_text(num_recomputed, 'stage')} recomputed")
     return f"{plan.schedule} on {ranks_text(plan)} ({', '.join(parts)})"
-
-
-def _both_ways(layout: Layout) -> list[str]:
-    """What it means that a plan is bidirectional, and how its chart numbers the stages."""
-    if not layout.has_copies:
-        return []
-    n = layout.num_stages
-    return [
-        f"  copies      half of the micro-batches enter at the last rank, so every stage is on two ranks and all "
-        f"weights are held twice; the charts number the second copies {n} to {2 * n - 1}"
-    ]
-
-
-def _cuts(plan: Contender) -> list[str]:
-    """Where each stage begins, and what counts as a layer."""
-    cuts, every = plan.candidate.usage.cuts, plan.candidate.layers.cuts
-    text = f"  cut before  {_runs(cuts)}; a layer is what lies between two of {len(every)} possible cuts"
-    return [text] if cuts else []
 
 
 def short_ops(plan: Contender) -> str:
@@ -143,8 +132,8 @@ def why_slower(plan: Contender, best: Contender) -> str:
     """The parts of the step that are longer than in the best plan, the largest first."""
     slower_us = plan.step_us - best.step_us
     if slower_us < -NEGLIGIBLE * best.step_us:
-        what = advantage(best, plan)
-        return f"{slower_us / best.step_us:+.1%}, but " + (f"the best plan {what}" if what else SLOWER_BY_ROUNDS)
+        merit = advantage(best, plan)
+        return f"{slower_us / best.step_us:+.1%}, but " + (f"the best plan {merit}" if merit else SLOWER_BY_ROUNDS)
     if slower_us <= NEGLIGIBLE * best.step_us:
         more = plan.peak_bytes > best.peak_bytes
         return "equally fast" + (", but needs more memory" if more else ", on as many ranks or more")
@@ -174,14 +163,13 @@ def _recompute(plan: Contender, best: Contender) -> str:
 
 
 def _waiting(plan: Contender, best: Contender) -> str:
-    share, best_share = (parts_of(each).waiting_us / each.makespan_us for each in (plan, best))
+    share, best_share = (parts_of(contender).waiting_us / contender.makespan_us for contender in (plan, best))
     text = f"ranks wait for {share:.1%} of the step (best plan: {best_share:.1%})"
-    causes = list(_causes(plan, best))
-    return f"{text}: {', '.join(causes)}" if causes else text
+    causes = ", ".join(_causes(plan, best))
+    return f"{text}: {causes}" if causes else text
 
 
 def _causes(plan: Contender, best: Contender) -> Iterator[str]:
-    """Causes of waiting longer."""
     layout, other = plan.candidate.layout, best.candidate.layout
     if layout.num_microbatches < other.num_microbatches:
         yield f"fewer micro-batches ({layout.num_microbatches}, not {other.num_microbatches})"
@@ -205,5 +193,5 @@ def _unevenness(plan: Contender) -> float:
 
 
 def _ending(plan: Contender, best: Contender) -> str:
-    ending, best_ending = (time_text(round(parts_of(each).ending_us)) for each in (plan, best))
+    ending, best_ending = (time_text(round(parts_of(contender).ending_us)) for contender in (plan, best))
     return f"all-reduce and optimizer {ending} after the last op, not {best_ending}"

@@ -179,12 +179,14 @@ def refuse_cuts_in_blocks(profiles: Mapping[int, LayerCosts]) -> None:
     for layers in profiles.values():
         contents = [text.split(", ") for text in layers.contents]
         for cut, before, after in zip(layers.cuts, contents, contents[1:], strict=False):
-            blocks, others = ({match[1] for match in map(_BLOCK.match, names) if match} for names in (before, after))
+            before_cut, after_cut = (
+                {match[1] for match in map(_BLOCK.match, names) if match} for names in (before, after)
+            )
             named = _BLOCK.match(cut)
             if named and any(name == cut or name.startswith(f"{cut}-") for name in after):
                 block, remedy = named[1], f"cut between blocks with --cuts '{re.sub(r'[0-9]+$', '*', named[1])}'"
-            elif blocks & others:
-                block, remedy = min(blocks & others), "call the CutPoint between blocks"
+            elif before_cut & after_cut:
+                block, remedy = min(before_cut & after_cut), "call the CutPoint between blocks"
             else:
                 continue
             raise PlacementError(

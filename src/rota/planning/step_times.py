@@ -11,9 +11,8 @@ from typing import NamedTuple
 from rota.calibration.spread import num_left_out
 from rota.core.timeline import Timeline
 
-_DISTURBED = (
-    0.1  # cores that other programs take away more than in the quietest start, from which on a start is left out
-)
+# Cores that other programs take away more than in the quietest start, from which on a start is left out.
+_DISTURBED = 0.1
 #: A plan whose steps are over this many times as long as the fastest is slower, however noisy the rounds were.
 FAR = 1.25
 # Student's t for a probability of 90%, by the number of rounds; from five on, order statistics reach it by themselves.
@@ -73,7 +72,7 @@ class Difference(NamedTuple):
     num_rounds: int
 
 
-def difference(steps: StepTimes, others: StepTimes) -> Difference:
+def difference(steps: StepTimes, base: StepTimes) -> Difference:
     """Compare the steps of two plans round by round, so that what slows the machine for a while cancels.
 
     The median of the n rounds' ratios counts. Its spread covers the true ratio with a probability of 90%:
@@ -86,29 +85,27 @@ def difference(steps: StepTimes, others: StepTimes) -> Difference:
     - Two rounds may also agree by chance, so the interquartile range of either plan's steps counts as well.
     - One round says nothing about how far rounds are apart: its spread is at least that of `FAR`.
     """
-    ratios = sorted(ratios_of_rounds(steps, others))
+    ratios = sorted(ratios_of_rounds(steps, base))
     if len(ratios) < 2:
-        return Difference(ratios[0], max(FAR - 1, steps.spread, others.spread), len(_common_rounds(steps, others)))
+        return Difference(ratios[0], max(FAR - 1, steps.spread, base.spread), len(_common_rounds(steps, base)))
     times, outer = median(ratios), num_left_out(len(ratios))
     spread = max(times - ratios[outer], ratios[-1 - outer] - times)
     if len(ratios) in _STUDENT_T:
         around_mean = _STUDENT_T[len(ratios)] * stdev(ratios) / sqrt(len(ratios))
         spread = max(spread, around_mean + abs(mean(ratios) - times))
     if len(ratios) == 2:
-        spread = max(spread, steps.spread, others.spread)
+        spread = max(spread, steps.spread, base.spread)
     return Difference(times, spread, len(ratios))
 
 
-def ratios_of_rounds(steps: StepTimes, others: StepTimes) -> list[float]:
+def ratios_of_rounds(steps: StepTimes, base: StepTimes) -> list[float]:
     """How many times as long one plan's steps are as another's in each round that both have.
 
     If they have none in common, the medians of all steps count as one round.
     """
-    return [us / other_us for us, other_us in _common_rounds(steps, others)] or [
-        steps.median_us / max(others.median_us, 1)
-    ]
+    return [us / other_us for us, other_us in _common_rounds(steps, base)] or [steps.median_us / max(base.median_us, 1)]
 
 
-def _common_rounds(steps: StepTimes, others: StepTimes) -> list[tuple[int, int]]:
-    pairs = zip(steps.rounds_us, others.rounds_us, strict=False)  # a plan that is far off has fewer
+def _common_rounds(steps: StepTimes, base: StepTimes) -> list[tuple[int, int]]:
+    pairs = zip(steps.rounds_us, base.rounds_us, strict=False)  # a plan that is far off has fewer
     return [(us, other_us) for us, other_us in pairs if us and other_us]

@@ -8,9 +8,10 @@ layouts, by bound ─▶ cuts, backward whole or split ─▶ candidates, by bou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
+from operator import attrgetter, itemgetter
 from typing import final
 
 from rota.core.errors import PlacementError
@@ -53,10 +54,10 @@ class Sweep:
         #: A lower bound on every layout's step.
         self.bound_us = 0
         self._numbers = count()
-        self._slow: list[tuple[int, int, Candidate, Family]] = []
+        self._slow: list[tuple[int, Candidate, Family]] = []  # with their bounds
         self._fitting: set[Layout] = set()
         self._over: set[Layout] = set()
-        self._closest: list[tuple[int, int, Misfit]] = []
+        self._closest: list[Misfit] = []
         self._reserve_s = _RESERVED * deadline.seconds
 
     @property
@@ -72,7 +73,7 @@ class Sweep:
     @property
     def worst_us(self) -> float:
         """The time that a plan has to beat: slower ones may be as fast as the best, for all that is known."""
-        return float("inf") if self.best is None else self.best.makespan_us * (1 + self.request.tolerance)
+        return math.inf if self.best is None else self.best.makespan_us * (1 + self.request.tolerance)
 
     def run(self) -> None:
         """Try the layouts, those with the lowest bounds first, until none can beat the best plan or the time is up."""
@@ -103,25 +104,24 @@ class Sweep:
 
     def _others(self, heap: Heap) -> None:
         """Find plans to compare the best with: the most promising on other numbers of ranks."""
-        known = {kind[:2] for kind, *_ in self.kept}
+        compared = {kind[:2] for kind, *_ in self.kept}
         if self.best is None:
             return
         for bound_us, number, item in sorted(heap, key=lambda entry: entry[:2])[:_OTHERS_TRIED]:
             layout = item if isinstance(item, Layout) else item.layout
-            if len(known) >= _OTHERS or not self.deadline.left_s > self._reserve_s:
+            if len(compared) >= _OTHERS or not self.deadline.left_s > self._reserve_s:
                 return
-            if (layout.num_ranks, layout.num_replicas) in known:
+            if layout.division in compared:
                 continue
             alone = [(bound_us, number, item)]
             while alone:
                 self._look_at(alone, math.inf)
-            known = {kind[:2] for kind, *_ in self.kept}
+            compared = {kind[:2] for kind, *_ in self.kept}
 
-    def _candidates(self, layout: Layout, bound_us: int, worst_us: float) -> list[tuple[int, Candidate]]:
+    def _candidates(self, layout: Layout, bound_us: int, worst_us: float) -> Iterator[tuple[int, Candidate]]:
         """The layout's candidates with their bounds, without those that cannot fit or cannot be faster."""
         ranks, rows = count_text(layout.num_ranks, "rank"), count_text(layout.rows, "row")
         self._report(f"{ranks} x {layout.num_replicas}, {rows}, {layout.shape}")
-        made = []
         layers = self.request.profiles[layout.rows]
         for boundaries in cuts(layers, layout, self.request.machine):
             if self.deadline.left_s <= 0:
@@ -138,25 +138,23 @@ class Sweep:
                     continue
                 us = max(bound_us, placement_bound_us(candidate.placement, layout.num_microbatches))
                 if us < worst_us:
-                    made.append((us, candidate))
-        return made
+                    yield us, candidate
 
     def _remember(self, over: Misfit) -> None:
-        entry = over.over_bytes, next(self._numbers), over
-        self._closest = sorted([*self._closest, entry], key=lambda entry: entry[:2])[:_CLOSEST]
+        self._closest = sorted([*self._closest, over], key=attrgetter("over_bytes"))[:_CLOSEST]
 
     def _try_families(self, candidate: Candidate, bound_us: int, worst_us: float) -> None:
         for family in families(candidate.layout, self.request.choices.inference):
             if (family.backward == "split") != candidate.splits_backward:
                 continue
             if seconds_of(family, candidate):
-                self._slow.append((bound_us, next(self._numbers), candidate, family))
+                self._slow.append((bound_us, candidate, family))
             else:
                 self.take(self._evaluated(candidate, family, worst_us))
 
     def _try_slow(self) -> None:
         """Try the schedules that are searches themselves, where they can still win."""
-        for bound_us, _, candidate, family in sorted(self._slow, key=lambda entry: entry[:2]):
+        for bound_us, candidate, family in sorted(self._slow, key=itemgetter(0)):
             if bound_us < self.worst_us and self.deadline.has(self._reserve_s + seconds_of(family, candidate)):
                 self._report(family.name)
                 self.take(self._evaluated(candidate, family, self.worst_us))
@@ -191,12 +189,12 @@ class Sweep:
     @property
     def almost_fitting(self) -> list[Candidate]:
         """Candidates that no named schedule fits, though another order might."""
-        return [over.candidate for _, _, over in self._closest if over.schedule != ANY_ORDER]
+        return [over.candidate for over in self._closest if over.schedule != ANY_ORDER]
 
     def closest(self) -> Misfit | None:
         """The plan that is least over the limits, whatever the bounds say; for when nothing fits."""
         misfits: list[Misfit] = []
-        for _, _, over in self._closest:
+        for over in self._closest:
             candidates = [over.candidate]
             if over.candidate.layout.recompute == "none" and self.request.may_recompute:
                 candidates.append(over.candidate.recomputing(range(over.candidate.layout.num_stages)))
@@ -205,7 +203,7 @@ class Sweep:
                     if self.deadline.left_s > seconds_of(family, candidate):
                         result = self._evaluated(candidate, family, 0)
                         misfits += [result] if isinstance(result, Misfit) else []
-        return min(misfits, key=lambda misfit: misfit.over_bytes, default=None)
+        return min(misfits, key=attrgetter("over_bytes"), default=None)
 
     def _report(self, doing: str, at_once: bool = False) -> None:
         best = self.best
@@ -215,7 +213,7 @@ class Sweep:
 def kind_of(plan: Contender) -> Kind:
     """Ranks, replicas, shape, and whether anything is recomputed: plans alike in these are variants of one."""
     layout = plan.candidate.layout
-    return layout.num_ranks, layout.num_replicas, layout.shape, bool(plan.candidate.recomputed)
+    return *layout.division, layout.shape, bool(plan.candidate.recomputed)
 
 
 def variant_of(plan: Contender) -> Variant:

@@ -52,14 +52,9 @@ class Trial(NamedTuple):
     target: Any
 
     @property
-    def num_replicas(self) -> int:
-        """Pipelines in a step."""
-        return 1 if self.plan.usage is None else self.plan.usage.num_replicas
-
-    @property
     def num_processes(self) -> int:
         """Processes of a step, one per rank of each replica."""
-        return self.plan.num_ranks * self.num_replicas
+        return self.plan.num_ranks * self.plan.num_replicas
 
 
 def run_trials(
@@ -69,15 +64,11 @@ def run_trials(
     seconds: float,
     report: Callable[[str], None] = lambda _: None,
 ) -> list[StepTimes]:
-    """Run steps of each plan on forked processes.
+    """Run steps of each plan, whose stages are on the CPU, on forked processes. The modules are not touched.
 
-    Args:
-        trials: Plans whose stages are on the CPU. The modules are not touched.
-        loss_fn: As for `Pipeline`.
-        make_optimizer: Makes an optimizer of a list of parameters; None: the steps have none.
-        seconds: How long all of them may take together; the first two plans are started at least once, for two measured
-            steps each. Processes that go on for ten seconds more are ended, and their steps are lost.
-        report: Called every second with a line of text: how many starts are done, and how much time is left.
+    All of them together may take `seconds`; the first two plans are started at least once, for two measured steps each.
+    Processes that go on for ten seconds more are ended, and their steps are lost. `report` is called every second with
+    how many starts are done, and how much time is left.
 
     Returns:
         The steps of each plan, with the timelines of the first replica; of fewer plans, or none, where there was no
@@ -92,11 +83,11 @@ def run_trials(
     running = list(range(len(trials)))
 
     def tick() -> None:
-        done, left_s = sum(map(len, starts)), max(began_s + seconds - time.monotonic(), 0)
+        num_done, left_s = sum(map(len, starts)), max(began_s + seconds - time.monotonic(), 0)
         of_running = [max(num_rounds, _SETTLED_ROUNDS) - len(starts[i]) for i in running]
         report(
-            f"running steps of {count_text(len(trials), 'plan')} in turn: {done} of {done + sum(of_running)} starts "
-            f"done, at most {left_s:.0f} s left"
+            f"running steps of {count_text(len(trials), 'plan')} in turn: {num_done} of {num_done + sum(of_running)} "
+            f"starts done, at most {left_s:.0f} s left"
         )
 
     for num_rounds in range(1, _MOST_IF_NOISY + 1):
@@ -109,9 +100,9 @@ def run_trials(
             try:
                 starts[i].append(_started(trials[i], loss_fn, make_optimizer, within_s, tick))
             except TimeoutError:
-                return [of_starts(made) for made in starts if made]
+                return [of_starts(of_plan) for of_plan in starts if of_plan]
             longest_s[i] = max(longest_s[i], time.monotonic() - start_began_s)
-        all_steps = [of_starts(made) for made in starts if made]
+        all_steps = [of_starts(of_plan) for of_plan in starts if of_plan]
         best_us = min(steps.median_us for steps in all_steps)
         running = [i for i, steps in enumerate(all_steps) if not is_far(steps, best_us)]
         near = [all_steps[i] for i in running]
@@ -140,33 +131,29 @@ def least_s(plans: Sequence[Plan], num_starts: int) -> float:
 
 
 def _started(
-    trial: Trial,
-    loss_fn: LossFn,
-    make_optimizer: MakeOptimizer | None,
-    within_s: float,
-    tick: Callable[[], None],
+    trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, within_s: float, tick: Callable[[], None]
 ) -> StepTimes:
     """Steps of one plan on new processes. Raises TimeoutError if these have not ended in time."""
-    others = OtherPrograms()
+    programs = OtherPrograms()
     first, *_ = run_forked(
         trial.num_processes,
         lambda number: _run(trial, loss_fn, make_optimizer, number == 0),
         within_s=within_s,
         tick=tick,
     )
-    missing_cores = others.missing_cores(trial.num_processes)
+    missing_cores = programs.missing_cores(trial.num_processes)
     timelines = tuple(map(Timeline.from_json, first["timelines"]))
     return StepTimes(tuple(first["us"]), timelines, missing_cores)
 
 
 def _run(trial: Trial, loss_fn: LossFn, make_optimizer: MakeOptimizer | None, is_first: bool) -> dict[str, Any]:
     """On each process: steps' times, the same on all; on the first one also the timelines."""
-    processes = mesh(pp=trial.plan.num_ranks, dp=trial.num_replicas)
     # All micro-batches and replicas have the same rows here.
-    how: dict[str, Any] = {"mesh": processes, "check_data": "never", "allow_nonfinite_loss": True}
+    how: dict[str, Any] = {"check_data": "never", "allow_nonfinite_loss": True}
     all_us: list[int] = []
     timelines = []
-    with Pipeline(trial.stages, trial.plan, loss_fn, **how) as pipeline:
+    processes = mesh(pp=trial.plan.num_ranks, dp=trial.plan.num_replicas)
+    with Pipeline(trial.stages, trial.plan, loss_fn, mesh=processes, **how) as pipeline:
         parameters = [parameter for parameter in pipeline.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
         count = trial.plan.num_microbatches

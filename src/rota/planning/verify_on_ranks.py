@@ -47,16 +47,14 @@ class Options:
 def verify_plan(plan: Plan, options: Options) -> Verification:
     """Run the plan once on as many processes as it has, replicas included, and compare.
 
-    Raises:
-        FormatError: The model cannot be made, or not be cut as the plan says.
-        PipelineError: A process fails.
+    Raises FormatError if the model cannot be made, or not be cut as the plan says; PipelineError if a process fails.
     """
     with run_folder("rota-verify-") as folder:
         path = Path(folder.path, "options.json")
         path.write_text(json.dumps(asdict(options)))
-        replicas = 1 if plan.usage is None else plan.usage.num_replicas
+        how = Launch(dp=plan.num_replicas, timeout_s=options.timeout_s)
         try:
-            launch(plan, __file__, [str(path)], Launch(dp=replicas, timeout_s=options.timeout_s), _report)
+            launch(plan, __file__, [str(path)], how, partial(print, "rota verify:", file=sys.stderr, flush=True))
         except PipelineError:
             if _refusal_file(path).exists():
                 raise FormatError(_refusal_file(path).read_text()) from None
@@ -130,10 +128,6 @@ class Unsplit(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the last stage returns."""
         return self._stages.run(named or inputs)
-
-
-def _report(line: str) -> None:
-    print(f"rota verify: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -134,22 +134,18 @@ def _job(options: Options) -> Job:
         other = "--exportable" if options.exportable else "--inference"
         raise InputError(f"--copies: with {other}, no plan has a stage on two ranks; leave one of them out")
     predicted_because = f"the plan is for {options.device}" if options.device not in (None, "cpu") else ""
-    are_given = any(value is not None for value in (options.link, options.links, options.node, options.slowdowns))
+    has_links = any(value is not None for value in (options.link, options.links, options.node, options.slowdowns))
     return Job(
         _machine(options),
         options.batch,
         Choices(
-            options.inference,
-            not options.exportable,
-            options.pipeline,
-            options.copies,
-            not options.whole_backward,
+            options.inference, not options.exportable, options.pipeline, options.copies, not options.whole_backward
         ),
         None if options.model is None else _model_file(options),
         None if options.profile is None else _profile(options),
         options.rows or (),
         Measuring(options.device, cache=options.cache, refresh=options.refresh, cuts=options.cuts),
-        wants_links=options.ranks > 1 and not are_given,
+        wants_links=options.ranks > 1 and not has_links,
         elsewhere="" if options.node is None else "its ranks are on several nodes",
         predicted_because="the plan has forward passes only" if options.inference else predicted_because,
     )
@@ -225,10 +221,10 @@ def _next_commands(answer: Answer, options: Options) -> str:
         f"In {script}, plan = rota.given_plan() is this plan, and its stages are",
         "  rota.split(model, plan.num_stages, plan.cuts, example=make_batch(1)[0])",
     ]
-    usage = answer.plan.usage
-    if usage is not None and usage.num_replicas > 1:
+    if answer.plan.num_replicas > 1:
         lines += [
-            f"The plan has {usage.num_replicas} replicas: give rota.Pipeline mesh=rota.mesh(), and each replica rows",
+            f"The plan has {answer.plan.num_replicas} replicas: give rota.Pipeline mesh=rota.mesh(), and each replica "
+            f"rows",
             "of its own: pipeline.sampler(dataset) gives them",
         ]
     elsewhere = _why_elsewhere(answer, options)
@@ -244,7 +240,7 @@ def _why_elsewhere(answer: Answer, options: Options) -> str:
         return f"the plan is {usage.note}, not measured here"
     if options.node is not None and options.node < options.ranks:
         return "its ranks are on several nodes"
-    needed = sum(answer.timeline.peak_memory_bytes) * (1 if usage is None else usage.num_replicas)
+    needed = sum(answer.timeline.peak_memory_bytes) * answer.plan.num_replicas
     total = total_bytes()
     if total is not None and needed > total:
         return f"its ranks need {size_text(needed)}, and this machine has {size_text(total)}"

@@ -56,8 +56,8 @@ def calibrate(options: Options) -> None:
         then = f"; plan with `rota plan … --costs {options.costs}{links}`"
         files.write(options.costs, calibration.costs_of(placement, note).to_json(), then, quietly=options.json)
     if options.output is not None:
-        kept = ": the same order of ops, with the measured costs" if calibrated.chosen is calibrated.plan else ""
-        files.write(options.output, calibrated.chosen.to_json(), kept, quietly=options.json)
+        then = ": the same order of ops, with the measured costs" if calibrated.chosen is calibrated.plan else ""
+        files.write(options.output, calibrated.chosen.to_json(), then, quietly=options.json)
 
 
 def _measured(path: str) -> Timeline:

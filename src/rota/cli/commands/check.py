@@ -8,13 +8,7 @@ from rota.cli import common, files, reports
 from rota.cli.command import Options, command
 from rota.cli.reports import print_json
 from rota.cli.requirements import require, require_search
-from rota.cli.screen import (
-    print_replicas,
-    print_text,
-    print_transfers,
-    progress_line,
-    report_columns,
-)
+from rota.cli.screen import print_text, print_transfers, progress_line, report_columns
 from rota.core import simulation
 from rota.core.costs import ASSUMED_COSTS
 from rota.core.errors import PlanError
@@ -65,9 +59,10 @@ def check(options: Options) -> None:
     if isinstance(loaded, Timeline) and loaded != timeline:
         print_text(f"  these are the plan's figures; the measured step took {loaded.makespan_us:,} µs")
     print_transfers(planned)
-    print_replicas(planned, "checked")
+    if planned.num_replicas > 1:
+        print_text(f"This checked one of {planned.num_replicas} replicas: all of them run the same pipeline.")
     if options.device:
-        _print_proof(*_device_text(_on_devices(planned)))
+        _print_devices(_on_devices(planned))
     if options.torch:
         _print_torch(_on_torch(options.plan, planned))
     if options.bound:
@@ -93,8 +88,8 @@ def _fields(options: Options, planned: Plan, timeline: Timeline) -> dict[str, An
     """What `--json` prints of a plan that is accepted; one that is not ends with an error, as always."""
     proved = _on_devices(planned) if options.device else None
     assumed = _assumes_times(options) and files.note_assumed_times("check", options.plan)
-    fields: dict[str, Any] = {"accepted": True, "device_kernels": proved and proved.num_kernels}
-    fields["times_assumed"] = assumed
+    kernels = proved and proved.num_kernels
+    fields: dict[str, Any] = {"accepted": True, "device_kernels": kernels, "times_assumed": assumed}
     if options.torch:
         on_torch = _on_torch(options.plan, planned)
         fields |= {
@@ -175,7 +170,14 @@ def _on_torch(path: str, planned: Plan) -> _OnTorch:
 
 def _print_torch(proof: _OnTorch) -> None:
     messages = "the messages that it derives" if proof.derives else "the CSV's messages"
-    _print_proof(*_torch_text(messages, proof.proved))
+    proved = proof.proved
+    _print_proof(
+        f"on PyTorch's engine, with {messages}: {proved.num_kernels:,} kernels on "
+        f"{count_text(proved.num_ranks, 'rank')} with {count_text(proved.num_channels, 'channel')} have no cycle of "
+        f"waits",
+        "This holds whether PyTorch makes one NCCL communicator per pair of ranks or one for all ranks, even if each "
+        "send waits for its receive and each device runs kernels in the order of their launch.",
+    )
     if proof.differences:
         print_text(
             f"  PyTorch sends messages in a different order from the plan; makespan and --device refer to the plan's\n"
@@ -185,27 +187,11 @@ def _print_torch(proof: _OnTorch) -> None:
         print_text(f"  defer_pp_recv=True could hang or swap messages; leave it off: {proof.deferred}")
 
 
-def _print_proof(proved: str, why: str) -> None:
-    """Print what was proved, and why it is enough."""
-    print_text(proved)
-    print(fitted(f"  {why}", report_columns() or _PARAGRAPH_COLUMNS, 2))
-
-
-def _torch_text(messages: str, proved: DeviceOrder) -> tuple[str, str]:
-    return (
-        f"on PyTorch's engine, with {messages}: {proved.num_kernels:,} kernels on "
-        f"{count_text(proved.num_ranks, 'rank')} with {count_text(proved.num_channels, 'channel')} have no cycle of "
-        f"waits",
-        "This holds whether PyTorch makes one NCCL communicator per pair of ranks or one for all ranks, even if each "
-        "send waits for its receive and each device runs kernels in the order of their launch.",
-    )
-
-
-def _device_text(proved: DeviceOrder) -> tuple[str, str]:
+def _print_devices(proved: DeviceOrder) -> None:
     meetings = f"{count_text(proved.num_channels, 'channel')} (one stream and communicator per directed pair of ranks)"
     if proved.num_collectives:
         meetings += f" and {count_text(proved.num_collectives, 'operation')} of several ranks"
-    return (
+    _print_proof(
         f"on devices with streams: {proved.num_kernels:,} kernels on {count_text(proved.num_ranks, 'rank')} with "
         f"{meetings} have no cycle of waits, and both sides of each communicator enqueue in the same order",
         "This holds even if each send waits for its receive and each device runs kernels only in the order of their "
@@ -214,3 +200,8 @@ def _device_text(proved: DeviceOrder) -> tuple[str, str]:
         "NCCL requires operations to be submitted in the same order across ranks: "
         "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html",
     )
+
+
+def _print_proof(claim: str, why: str) -> None:
+    print_text(claim)
+    print(fitted(f"  {why}", report_columns() or _PARAGRAPH_COLUMNS, 2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +138,7 @@ def torchtitan(options: Options) -> None:
                 "stages": [list(names) for names in parts],
                 "num_microbatches": planned.num_microbatches,
                 "microbatch_rows": planned.microbatch_rows,
-                "num_replicas": torchtitan.replicas_of(planned),
+                "num_replicas": planned.num_replicas,
                 "splits_backward": splits,
                 "checked": checked,
             }
@@ -147,7 +147,7 @@ def torchtitan(options: Options) -> None:
     for stage, names in enumerate(parts):
         print_text(f"stage {stage}: {' '.join(names)}")
     print_text(f"Give torchtitan {torchtitan.batch_text(planned)}.")
-    if torchtitan.replicas_of(planned) > 1:
+    if planned.num_replicas > 1:
         print_text(f"{torchtitan.degrees_text(planned)}.")
     print_text(checked)
     print_text(_SPLIT if splits else _WHOLE)
@@ -200,10 +200,7 @@ def _checked_parts(exported: ExportedModel, parts: Parts) -> str:
 
 
 def _print_launch(planned: Plan, folder: str) -> None:
-    """Print the launch command for torchtitan."""
-    from rota.interop import torchtitan
-
-    launch = f"torchrun --nproc_per_node {planned.num_ranks * torchtitan.replicas_of(planned)} -m torchtitan.train"
+    launch = f"torchrun --nproc_per_node {planned.num_ranks * planned.num_replicas} -m torchtitan.train"
     print_text(
         f"To launch it with torchtitan 0.3 or later, write a planned.py with a function that returns "
         f'rota.interop.with_plan(config, "{folder}") for a config of torchtitan\'s registry:'
@@ -264,12 +261,12 @@ def megatron(options: Options) -> None:
     )
     own_order = not megatron.runs_in_this_order(planned)
     if options.json:
-        fields = {"options": flags, "layout": text, "num_ranks": layout.num_ranks, "runs_in_own_order": own_order}
-        _report(options, fields, text + "\n")
-        return
-    print(flags)
-    if own_order:
-        print_text("Megatron runs these stages in its own order, (interleaved) 1F1B, not in the plan's.")
+        fields = {"options": flags, "layout": text, "num_ranks": layout.num_ranks}
+        print_json({**fields, "runs_in_own_order": own_order})
+    else:
+        print(flags)
+        if own_order:
+            print_text("Megatron runs these stages in its own order, (interleaved) 1F1B, not in the plan's.")
     _write(options, text + "\n")
 
 
@@ -294,15 +291,14 @@ def deepspeed(options: Options) -> None:
     text = deepspeed.write_boundaries(deepspeed.boundaries_for(planned, boundaries))
     is_uniform, own_order = deepspeed.is_uniform(boundaries), not deepspeed.runs_in_this_order(planned)
     if options.json:
-        fields = {"boundaries": list(boundaries), "is_uniform": is_uniform, "runs_in_own_order": own_order}
-        _report(options, fields, text)
-        return
-    for stage, (before, after) in enumerate(pairwise(boundaries)):
-        print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layers")
-    if is_uniform:
-        print('PipelineModule(…, partition_method="uniform") makes this cut by itself.')
-    if own_order:
-        print_text("DeepSpeed runs these stages in its own order, 1F1B, not in the plan's.")
+        print_json({"boundaries": [*boundaries], "is_uniform": is_uniform, "runs_in_own_order": own_order})
+    else:
+        for stage, (before, after) in enumerate(pairwise(boundaries)):
+            print(f"stage {stage}: layers {before} to {after - 1}" if before < after else f"stage {stage}: no layers")
+        if is_uniform:
+            print('PipelineModule(…, partition_method="uniform") makes this cut by itself.')
+        if own_order:
+            print_text("DeepSpeed runs these stages in its own order, 1F1B, not in the plan's.")
     _write(options, text)
 
 
@@ -314,15 +310,8 @@ def _planned_boundaries(options: Options, planned: Plan, remedy: str) -> tuple[i
     return boundaries
 
 
-def _report(options: Options, fields: Mapping[str, Any], text: str) -> None:
-    """Print what was exported as JSON, and write it to --output."""
-    print_json(fields)
-    if options.output is not None:
-        files.write(options.output, text, quietly=True)
-
-
 def _write(options: Options, text: str) -> None:
-    if options.output is None:
+    if options.output is not None:
+        files.write(options.output, text, quietly=options.json)
+    elif not options.json:
         print(f"The result was not saved; use -o FILE to save it: {text}", end="")
-    else:
-        files.write(options.output, text)

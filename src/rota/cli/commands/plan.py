@@ -11,14 +11,7 @@ from rota.cli.command import Choice, Options, command
 from rota.cli.plans import SEARCH, cluster_of, costs_of, measured, search_frontier, search_plan, shaped, uniform
 from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
-from rota.cli.screen import (
-    note,
-    print_text,
-    print_timeline,
-    progress_line,
-    report_columns,
-    terminal_columns,
-)
+from rota.cli.screen import note, print_text, print_timeline, progress_line, report_columns, terminal_columns
 from rota.core import simulation
 from rota.core.costs import Costs
 from rota.core.plan import Plan
@@ -83,16 +76,16 @@ def plan(options: Options) -> None:
     if options.schedule == _ALL:
         _compare_all(options)
         return
-    made, fields = _searched(options) if options.schedule == SEARCH else _named(options)
+    planned, fields = _searched(options) if options.schedule == SEARCH else _named(options)
     if options.costs is not None:
         spread = files.read_costs(options.costs).spread
         if options.json:
             fields["spread"] = spread
         elif spread:
             print_text(f"The measured times of a stage vary by {spread:.0%} at most (interquartile range).")
-    _warn_of_idle_ranks(made)
+    _warn_of_idle_ranks(planned)
     is_csv = options.output is not None and options.output.endswith(".csv")
-    files.keep(options.output, made.to_csv() if is_csv else made.to_json(), "plan.json", quietly=options.json)
+    files.keep(options.output, planned.to_csv() if is_csv else planned.to_json(), "plan.json", quietly=options.json)
     if options.json:
         print_json({"schedule": options.schedule, **fields})
 

@@ -68,7 +68,6 @@ def plan_batch(options: Options) -> None:
 
 
 def _batches(path: str) -> list[list[int]]:
-    """The lengths of each batch."""
     content = files.read(path, reading.load)
     batches = content if isinstance(content, list) and content and isinstance(content[0], list) else [content]
     for batch in batches:

@@ -45,9 +45,7 @@ _REPEATS = 7
 )
 @common.count("--repeats", help=f"measurements, of which the median counts (default: {_REPEATS}; for links: 15)")
 @common.count(
-    "--processes",
-    type=WholeNumber(min=2),
-    help="for links: number of processes to start on this machine (default: 2)",
+    "--processes", type=WholeNumber(min=2), help="for links: number of processes to start on this machine (default: 2)"
 )
 @common.cache
 @common.json
@@ -85,8 +83,7 @@ def _print_layers(profile: Profile) -> None:
     """Print what layers cost, and why the figures may be wrong."""
     for layers in profile.values():
         print(_summary(layers))
-    incomplete = next((layers.why_incomplete for layers in profile.values() if layers.uncounted), "")
-    if incomplete:
+    if incomplete := next((layers.why_incomplete for layers in profile.values() if layers.uncounted), ""):
         print_text(f"Costs are too low: {incomplete}.")
     if doubtful := next((layers.why_doubtful for layers in profile.values() if layers.why_doubtful), ""):
         remedy = "Close other programs, and measure again, with more --repeats (and --refresh, if there is a cache)."
@@ -159,8 +156,8 @@ def _links(options: Options) -> None:
         if options.cache is None:
             links = links_of_started(num_processes, device, repeats, _report)
         else:
-            kept = {"cache": options.cache, "refresh": options.refresh, "repeats": repeats}
-            links = links_of_this_machine(num_processes, device=device, report=_report, **kept)
+            how = {"cache": options.cache, "refresh": options.refresh, "repeats": repeats}
+            links = links_of_this_machine(num_processes, device=device, report=_report, **how)
     else:
         for option in ("processes", "cache"):
             if getattr(options, option) is not None:

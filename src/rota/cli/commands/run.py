@@ -76,9 +76,8 @@ def run(options: Options) -> int:
     reading.read_text(options.script)
     if options.snapshot_folder is not None and not options.max_restarts:
         raise InputError(f"--snapshot-folder {options.snapshot_folder} needs --max-restarts")
-    replicas = 1 if planned.usage is None else planned.usage.num_replicas
     mesh = options.mesh or {}
-    dp, tp = mesh.get("dp", replicas), mesh.get("tp", 1)
+    dp, tp = mesh.get("dp", planned.num_replicas), mesh.get("tp", 1)
     if (pp := mesh.get("pp", planned.num_ranks)) != planned.num_ranks:
         raise InputError(f"--mesh pp={pp}: {options.plan} is for {planned.num_ranks} ranks; leave pp out")
     num_processes = planned.num_ranks * dp * tp
@@ -88,7 +87,8 @@ def run(options: Options) -> int:
         from rota.runtime.device.local import device_type
 
         device_type(options.device, num_processes)  # refuses what is not there before anything is started
-    for option in _misplaced(options):
+    words = {word.partition("=")[0] for word in options.arguments}
+    for option in (name for param in run.params for name in param.opts if name.startswith("--") and name in words):
         note(
             "run",
             f"{option} comes after the script, so it is passed to the script; to give it to `rota run`, put it before "
@@ -105,25 +105,19 @@ def run(options: Options) -> int:
             worker="rota.runtime.launching.worker" if options.verify is None else "rota.verifying.run_worker",
             forks=True,
         )
-        done = launch(planned, options.script, [*options.arguments], how, partial(note, "run"))
+        outcome = launch(planned, options.script, [*options.arguments], how, partial(note, "run"))
     except EndedBySignal as error:
         note("run", str(error))
         return 128 + error.number
     if options.timeline is not None:
-        if done.timeline is None:
+        if outcome.timeline is None:
             raise PipelineError(
                 f"{options.script} ran no step of a Pipeline: there is no timeline to write to {options.timeline}"
             )
         command = f"rota compare {options.plan} {options.timeline}"
         then = f", the timeline of the last step; compare it with the plan: `{command}`"
-        files.write(options.timeline, done.timeline.to_json(), then)
-    return _report_end(done.ended_by)
-
-
-def _misplaced(options: Options) -> list[str]:
-    """The options of `rota run` among the script's arguments."""
-    words = {word.partition("=")[0] for word in options.arguments}
-    return [name for param in run.params for name in param.opts if name.startswith("--") and name in words]
+        files.write(options.timeline, outcome.timeline.to_json(), then)
+    return _report_end(outcome.ended_by)
 
 
 def _report_end(ended_by: signal.Signals | None) -> int:

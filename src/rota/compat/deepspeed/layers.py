@@ -129,17 +129,10 @@ def refuse_unfit(layers: Sequence[Layer]) -> None:
 
 
 def partition(layers: Sequence[Layer], method: str, num_parts: int, profile_input: Any) -> list[int]:
-    """Return where layers are cut into stages.
+    """Return where layers are cut: stage s has the layers from boundary s to before boundary s + 1.
 
-    Args:
-        layers: The layers of the whole model.
-        method: "uniform", "parameters", "type:REGEX" (layers whose class name matches) or "profile". "profile" is
-            collective: rank 0 builds all layers, and measures them.
-        num_parts: The number of stages.
-        profile_input: A micro-batch's input, for "profile".
-
-    Returns:
-        `num_parts + 1` boundaries: stage s has the layers from boundary s to before boundary s + 1.
+    `method` is "uniform", "parameters", "type:REGEX" (layers whose class name matches) or "profile". "profile" is
+    collective: rank 0 builds all layers, and measures them with `profile_input`, a micro-batch's input.
 
     Raises:
         SplitError: If the method is unknown, or does not work for these layers.

@@ -122,15 +122,15 @@ class PipelineModule(nn.Module):
         sharing = {i for indices in users.values() if len(indices) > 1 for i in indices}
         stages: list[nn.Module] = []
         for stage in range(self.num_stages):
-            other = nn.Module()
-            other.tied_modules = nn.ModuleDict()
+            module = nn.Module()
+            module.tied_modules = nn.ModuleDict()
             for i in range(self.parts[stage], self.parts[stage + 1]):
                 layer = layers[i]
                 if isinstance(layer, TiedLayerSpec):
-                    other.tied_modules.add_module(layer.key, tied_modules[layer.key])
+                    module.tied_modules.add_module(layer.key, tied_modules[layer.key])
                 elif isinstance(layer, nn.Module) and i in sharing:
-                    other.add_module(str(i), layer)
-            stages.append(self if stage == self.stage_id else other)
+                    module.add_module(str(i), layer)
+            stages.append(self if stage == self.stage_id else module)
         return stages
 
     def forward(self, forward_input: Any) -> Any:
@@ -202,11 +202,11 @@ class PipelineModule(nn.Module):
     @property
     def pipeline(self) -> Pipeline:
         """The `rota.Pipeline` that runs the steps; replaced if `schedule` or `micro_batches` change. Collective."""
-        wanted = self.schedule, self.micro_batches
-        if self._pipeline is None or self._pipeline[0] != wanted:
+        key = self.schedule, self.micro_batches
+        if self._pipeline is None or self._pipeline[0] != key:
             self.close()
             plan = to_plan(self.schedule, self.micro_batches, self.num_stages)
-            self._pipeline = wanted, Pipeline(self.stages, plan, self.loss_fn, mesh=self._grid.mesh)
+            self._pipeline = key, Pipeline(self.stages, plan, self.loss_fn, mesh=self._grid.mesh)
         return self._pipeline[1]
 
     def close(self) -> None:

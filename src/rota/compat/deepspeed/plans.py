@@ -159,11 +159,11 @@ class _StageReader:
 
     def _put(self, buffer: int, slot: str, m: int) -> None:
         """Put a micro-batch into a slot, which must be free; for an input, all slots but the label must be free."""
-        others = [name for name in _SLOTS if name != "label"] if slot == "input" else [slot]
-        occupied = next((name for name in others if (buffer, name) in self._slots), None)
+        slots = [name for name in _SLOTS if name != "label"] if slot == "input" else [slot]
+        occupied = next((name for name in slots if (buffer, name) in self._slots), None)
         if occupied is not None:
-            old = self._slots[buffer, occupied]
-            raise self._wrong(f"overwrites the {occupied} of micro-batch {old}, still needed; use another buffer")
+            held = self._slots[buffer, occupied]
+            raise self._wrong(f"overwrites the {occupied} of micro-batch {held}, still needed; use another buffer")
         self._slots[buffer, slot] = m
 
     def _take(self, buffer: int, slot: str, producer: str) -> int:

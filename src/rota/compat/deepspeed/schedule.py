@@ -156,20 +156,20 @@ class InferenceSchedule(PipeSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Yield the instructions of each step."""
         for step_id in range(self.micro_batches + self.stages - 1):
-            now, previous = step_id - self.stage_id, step_id - self.stage_id - 1
-            arrives, leaves = self._valid_micro_batch(now), self._valid_micro_batch(previous)
+            current, previous = step_id - self.stage_id, step_id - self.stage_id - 1
+            arrives, leaves = self._valid_micro_batch(current), self._valid_micro_batch(previous)
             exchange: list[PipeInstruction] = []
             if leaves and self._valid_stage(self.next_stage):
                 exchange.append(SendActivation(self._buffer_idx(previous)))
             if arrives and self._valid_stage(self.prev_stage):
-                exchange.append(RecvActivation(self._buffer_idx(now)))
+                exchange.append(RecvActivation(self._buffer_idx(current)))
             if _is_odd(self.stage_id):  # of two neighbours one sends while the other receives
                 exchange.reverse()
             if not arrives:
                 yield exchange
                 continue
-            loads = [LoadMicroBatch(self._buffer_idx(now))] if self.is_first_stage or self.is_last_stage else []
-            yield [*loads, *exchange, ForwardPass(self._buffer_idx(now))]
+            loads = [LoadMicroBatch(self._buffer_idx(current))] if self.is_first_stage or self.is_last_stage else []
+            yield [*loads, *exchange, ForwardPass(self._buffer_idx(current))]
 
     def num_pipe_buffers(self) -> int:
         """Return 2: one micro-batch is computed while the next one arrives."""

@@ -73,8 +73,7 @@ class ProcessTopology:
         unknown = next((axis for axis in coord if axis not in self.axes), None)
         if unknown is not None:
             raise ValueError(f"the topology has no axis {unknown!r}; it has {self.axes}")
-        wanted = coord.items()
-        return [rank for rank, point in enumerate(self._coords) if wanted <= point._asdict().items()]
+        return [rank for rank, point in enumerate(self._coords) if coord.items() <= point._asdict().items()]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks at `idx` along `axis`."""
@@ -158,7 +157,8 @@ class PipelineParallelGrid:
         self.pipe_parallel_size, self.data_parallel_size, self.model_parallel_size = (
             max(topology.get_dim(axis), 1) for axis in ("pipe", "data", "model")
         )
-        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        point = topology.get_coord(self.global_rank)
+        self.stage_id, self.data_parallel_id = int(point.pipe), int(getattr(point, "data", 0))
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.mesh = DeviceMesh(
@@ -196,16 +196,8 @@ class PipelineParallelGrid:
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """Return the rank of a stage in this process's replica, or at the values of `kwargs` along other axes."""
-        own = self._topo.get_coord(self.global_rank)
-        return self._topo.get_rank(**own._replace(pipe=stage_id, **kwargs)._asdict())
-
-    def get_stage_id(self) -> int:
-        """Return this process's pipeline stage."""
-        return int(self._topo.get_coord(self.global_rank).pipe)
-
-    def get_data_parallel_id(self) -> int:
-        """Return this process's replica."""
-        return int(getattr(self._topo.get_coord(self.global_rank), "data", 0))
+        point = self._topo.get_coord(self.global_rank)
+        return self._topo.get_rank(**point._replace(pipe=stage_id, **kwargs)._asdict())
 
     def get_model_parallel_rank(self) -> int:
         """Return the rank among all processes of one copy of the model, as DeepSpeed defines it."""
@@ -219,7 +211,8 @@ class PipelineParallelGrid:
         """Return the rank among the tensor-parallel processes of this stage."""
         return self.slice_group.index(self.global_rank)
 
-    get_pipe_parallel_rank, get_data_parallel_rank = get_stage_id, get_data_parallel_id
+    get_stage_id = get_pipe_parallel_rank = _getter("stage_id", "Return this process's pipeline stage.")
+    get_data_parallel_id = get_data_parallel_rank = _getter("data_parallel_id", "Return this process's replica.")
     get_global_rank = _getter("global_rank", "Return this process's rank among all processes.")
     get_pipe_parallel_world_size = _getter("pipe_parallel_size", "Return the number of pipeline stages.")
     get_pipe_parallel_group = _getter("pp_proc_group", "Return the process group of this process's pipeline.")

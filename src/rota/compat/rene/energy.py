@@ -117,7 +117,7 @@ def _solve(curves: Sequence[tuple[_Choice, ...]], inputs: Inputs) -> Iterator[li
     graph = DiGraph()
     for node, choices in enumerate(curves):
         graph.add_node(node, op=Operation(specs[choices]))
-    graph.add_edges_from((before, node) for node, others in enumerate(inputs) for before, _ in others)
+    graph.add_edges_from((before, node) for node, edges in enumerate(inputs) for before, _ in edges)
     add_source_node(graph, len(curves))
     add_sink_node(graph, len(curves) + 1)
     graph.graph["source_node"], graph.graph["sink_node"] = len(curves), len(curves) + 1

@@ -92,7 +92,7 @@ class Instruction:
             power_color: The name of a colour map; passed only if it was set.
             normalizer: Maps `power` to 0 to 1; passed only with `power_color`.
         """
-        from matplotlib import colormaps
+        from matplotlib import colormaps, colors
         from matplotlib.patches import Rectangle
 
         look = {**value_of_type(rectangle_args, type(self), {})}
@@ -104,8 +104,9 @@ class Instruction:
         text = str(self.micro_batch_id) if annotation_hook is None else annotation_hook(self)
         middle = (self.actual_start + self.actual_duration / 2, self.stage_id + height / 2)
         annotation = {"text": text, "xy": middle, **value_of_type(annotation_args, type(self), {})}
-        if annotation.get("color", "") is None:
-            annotation["color"] = _readable_on(rectangle.get_facecolor())
+        if annotation.get("color", "") is None:  # black or white, by the luminance that Rec. 709 gives to colours
+            red, green, blue, _ = colors.to_rgba(rectangle.get_facecolor())
+            annotation["color"] = "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.5 else "#ffffff"
         ax.annotate(**annotation)
 
     @property
@@ -186,12 +187,6 @@ class EarlyRecomputation1F1B(Synchronous1F1B):
 def value_of_type(values: Mapping[type[Instruction], T], kind: type[Instruction], default: T) -> T:
     """Return the value for a type, or for its nearest base class that has one."""
     return next((values[base] for base in kind.__mro__ if base in values), default)
-
-
-def _readable_on(color: Any) -> str:
-    """Return black or white, by the luminance that Rec. 709 gives to red, green and blue."""
-    red, green, blue, _ = color
-    return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.5 else "#ffffff"
 
 
 # --- durations without rounding ---------------------------------------------------------------------------------------

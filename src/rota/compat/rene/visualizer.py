@@ -96,12 +96,11 @@ class PipelineVisualizer:
         self.line_args = {**DEFAULT_LINE_ARGS, **line_args}
         self.options: dict[str, Any] = {} if annotation_hook is None else {"annotation_hook": annotation_hook}
         if power_color is not None:
-            self.options |= {"power_color": power_color, "normalizer": normalizer or self._power_normalizer()}
+            if normalizer is None:
+                from matplotlib.colors import Normalize
 
-    def _power_normalizer(self) -> Normalize:
-        from matplotlib.colors import Normalize
-
-        return Normalize(0, max((inst.power for inst in self.dag.insts), default=0) or 1)
+                normalizer = Normalize(0, max((inst.power for inst in dag.insts), default=0) or 1)
+            self.options |= {"power_color": power_color, "normalizer": normalizer}
 
     def draw(self, ax: Axes, draw_time_axis: bool = False) -> None:
         """Draw all instructions on `ax`, and replace what was drawn there before.

@@ -14,15 +14,6 @@ from rota.core.errors import RotaError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code: 0; 1 if nothing fits; 2 for wrong arguments."""
-    options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except (RotaError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rota.compat.tessel", description=__doc__)
     parser.add_argument("--placement", choices=sorted(PLACEMENTS), required=True)
     parser.add_argument("--ndevs", type=int, required=True, help="number of devices")
@@ -33,7 +24,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", metavar="FILE", help="write the schedule as JSON")
     parser.add_argument("--infer", action="store_true", help="the placement's inference form, with no memory limit")
     parser.add_argument("--fast-search", action="store_true", help="choose the number of micro-batches as well")
-    return parser
+    try:
+        return _run(parser.parse_args(arguments))
+    except (RotaError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -63,8 +58,8 @@ def _print(schedule: SchedPlan) -> None:
     print(f"peak memory per device: {peaks}")
     assert schedule.repetend is not None
     first, last = schedule.repetend
-    again = f"{last - first} (again every {schedule.period})"
-    print(f"steps: warmup {first}, repetend {again}, cooldown {schedule.nsteps - last}")
+    repetend = f"{last - first} (again every {schedule.period})"
+    print(f"steps: warmup {first}, repetend {repetend}, cooldown {schedule.nsteps - last}")
 
 
 if __name__ == "__main__":

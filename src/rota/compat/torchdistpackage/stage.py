@@ -41,7 +41,7 @@ class FunctionStage(nn.Module):
     def __init__(self, is_last: bool, group: spmd.Group) -> None:
         super().__init__()
         self.is_last, self.group = is_last, group
-        self.fwd_fn: Forward = _unset
+        self.fwd_fn: Forward | None = None
         self.bwd_fn: Backward | None = None
         self.output: Any = None
 
@@ -51,7 +51,11 @@ class FunctionStage(nn.Module):
         arrived, layout = tree_flatten([self._gathered(value) for value in received])
         gradients: dict[int, torch.Tensor] = {}  # of `arrived`, by position
         entered = [_entered(value, i, gradients) for i, value in enumerate(arrived)]
-        inputs = [*_flat(tree_unflatten(entered, layout)), *own_inputs]
+        inputs: list[Any] = []
+        for value in tree_unflatten(entered, layout):  # several tensors over one boundary are several inputs
+            inputs += value if isinstance(value, tuple | list) else [value]
+        inputs += own_inputs
+        assert self.fwd_fn is not None, "a step sets it first"
         output = self.fwd_fn(inputs[0] if len(inputs) == 1 else inputs)
         self.output = over_tensors(torch.Tensor.detach, output)
         if torch.is_grad_enabled():
@@ -146,14 +150,5 @@ def _entered(value: Any, position: int, gradients: dict[int, torch.Tensor]) -> A
     return _apply(accumulate, [value], [])[0]
 
 
-def _flat(received: list[Any]) -> list[Any]:
-    """Return the inputs: several tensors over one boundary are several inputs."""
-    return [item for value in received for item in (value if isinstance(value, tuple | list) else (value,))]
-
-
 def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _unset(inputs: Any) -> Any:  # noqa: ARG001
-    raise AssertionError("fwd_fn is not set; a step sets it first")

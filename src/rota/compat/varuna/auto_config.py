@@ -58,13 +58,12 @@ class AutoConfig:
         self._profile = Profile.load(Path(profile_folder))
         num_pieces = {costs.num_stages for costs in self._profile.costs.values()}
         if len(num_pieces) > 1 or num_pstages not in (None, *num_pieces):
-            wanted = "as many for each size" if num_pstages is None else f"{num_pstages}"
-            raise SearchError(f"{profile_folder} is of {sorted(num_pieces)} pieces, not {wanted}; profile again")
+            expected = "as many for each size" if num_pstages is None else f"{num_pstages}"
+            raise SearchError(f"{profile_folder} is of {sorted(num_pieces)} pieces, not {expected}; profile again")
         depths = range(1, min(num_gpus, *num_pieces) + 1)
-        choices = {depth: choice for depth in depths if (choice := self._best(depth)) is not None}
+        self._choices = {depth: choice for depth in depths if (choice := self._best(depth)) is not None}
         #: Seconds of a step for each number of stages that fits, at its best micro-batch size.
-        self.batch_times = {depth: choice.step_us / 1e6 for depth, choice in choices.items()}
-        self._choices = choices
+        self.batch_times = {depth: choice.step_us / 1e6 for depth, choice in self._choices.items()}
 
     def get_min(self) -> tuple[int, int, float]:
         """(number of stages, micro-batch size, seconds of a step) of the fastest."""
@@ -77,8 +76,7 @@ class AutoConfig:
 
     def num_replicas(self, num_stages: int) -> int:
         """The largest number of pipelines that the ranks allow and that divides the batch."""
-        most = self._num_gpus // num_stages
-        return max(n for n in range(1, most + 1) if self._batch_size % n == 0)
+        return max(n for n in range(1, self._num_gpus // num_stages + 1) if self._batch_size % n == 0)
 
     def _best(self, num_stages: int) -> _Choice | None:
         choices = []
@@ -118,5 +116,4 @@ class AutoConfig:
         if replicas == 1:
             return 0
         link = self._profile.long_link if self._num_gpus > self._per_node else self._profile.link
-        steps = 2 * (replicas - 1)
-        return steps * link.transfer_us(-(-num_bytes // replicas))
+        return 2 * (replicas - 1) * link.transfer_us(-(-num_bytes // replicas))

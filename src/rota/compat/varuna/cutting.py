@@ -44,8 +44,8 @@ def cut(
     for tie in stages.ties:
         for stage, name in tie:
             if name not in named and len({stage for stage, _ in tie}) > 1:
-                others = " and ".join(f"{other!r} in stage {s}" for s, other in tie if s != stage)
-                raise SplitError(f"stage {stage} has the weight {name!r}, which is also {others}; {_SHARE}")
+                elsewhere = " and ".join(f"{other!r} in stage {s}" for s, other in tie if s != stage)
+                raise SplitError(f"stage {stage} has the weight {name!r}, which is also {elsewhere}; {_SHARE}")
     for edge in stages.edges:
         if edge.target != edge.source + 1:
             raise SplitError(

@@ -64,8 +64,7 @@ def to_micro_batches(inputs: Mapping[str, Any], num_examples: int, chunk_size: i
                 f"inputs[{name!r}] has {len(value)} rows, but a replica's part of the batch has {num_examples}; give "
                 f"as many, expand what is equal for all examples, or set another batch_size"
             )
-    if not any(map(_has_rows, inputs.values())):
-        num_rows(inputs)  # raises
+    num_rows(inputs)  # raises if there is no tensor with examples
     starts = range(0, num_examples, chunk_size)
     parts = [
         {name: value[i : i + chunk_size] if _has_rows(value) else value for name, value in inputs.items()}

@@ -101,8 +101,8 @@ function opNamed(timeline, name) {
   const match = /^(\d+)([A-Z])(\d+)$/.exec(name);
   if (!match || Number(match[3]) >= timeline.numMicrobatches) return null;
   const [stage, kind, batch] = [Number(match[1]), match[2], Number(match[3])];
-  const task = timeline.tasks.findIndex((each) => each[0] === stage && each[1] === kind);
-  const slot = timeline.slots.findIndex((each) => each[0] === task);
+  const task = timeline.tasks.findIndex((other) => other[0] === stage && other[1] === kind);
+  const slot = timeline.slots.findIndex((other) => other[0] === task);
   const number = slot < 0 ? -1 : timeline.opAt[slot * timeline.numMicrobatches + batch];
   return number < 0 ? null : opNumber(timeline, number);
 }

@@ -72,12 +72,12 @@ class Step:
 
 
 class _Range(NamedTuple):
-    """A named stretch of the host's time: an action `what` ("F", "SEND_F", "LOSS", …) of a stage."""
+    """A named stretch of the host's time: an action `name` ("F", "SEND_F", "LOSS", …) of a stage."""
 
     start_ns: int
     end_ns: int
     stage: int
-    what: str
+    name: str
     microbatch: int
     thread: tuple[str, str]
 
@@ -88,7 +88,7 @@ def steps_of(trace: RankTrace, position: int, is_last: bool) -> list[Step]:
     Raises FormatError if no action is named.
     """
     ranges = list(_named(trace)) or list(_chunks(trace, position)) or list(_calls(trace, position, is_last))
-    if not any(action.what in Kind.__members__ for action in ranges):
+    if not any(action.name in Kind.__members__ for action in ranges):
         raise FormatError(f"{trace.path}: {_NONE_NAMED}")
     clock = _Clock(trace)
     steps = [step for ranges_of_step in _split(ranges) if (step := _step(ranges_of_step, clock)).ops]
@@ -101,12 +101,13 @@ def steps_of(trace: RankTrace, position: int, is_last: bool) -> list[Step]:
 
 def _named(trace: RankTrace) -> Iterator[_Range]:
     for event in trace.annotations:
-        if name := _NAME.fullmatch(event.name):
-            stage, what, number = name.groups()
-            yield _Range(event.start_ns, event.end_ns, int(stage), what, int(number or -1), event.thread)
+        if match := _NAME.fullmatch(event.name):
+            stage, name, number = match.groups()
+            yield _Range(event.start_ns, event.end_ns, int(stage), name, int(number or -1), event.thread)
         elif pair := _PAIR.fullmatch(event.name):
             ops = _ops(trace.path, pair[1])
-            backward = [op for op in trace.host_ops if op.name.startswith("autograd::") and _within(op, event)]
+            within = [op for op in trace.host_ops if event.start_ns <= op.start_ns and op.end_ns <= event.end_ns]
+            backward = [op for op in within if op.name.startswith("autograd::")]
             if len(ops) != 2 or not backward:
                 quoted = short(event.name)
                 raise FormatError(f"{trace.path}: {quoted} holds no forward and backward that can be distinguished")
@@ -122,10 +123,6 @@ def _ops(path: str, pair: str) -> list[Op]:
         raise FormatError(f"{path}: in PP:(…)OVERLAP_F_B: {error}") from None
 
 
-def _within(event: Event, around: Event) -> bool:
-    return around.start_ns <= event.start_ns and event.end_ns <= around.end_ns
-
-
 def _chunks(trace: RankTrace, stage: int) -> Iterator[_Range]:
     for event in trace.annotations:
         if name := _CHUNK.fullmatch(event.name):
@@ -134,7 +131,7 @@ def _chunks(trace: RankTrace, stage: int) -> Iterator[_Range]:
 
 def _calls(trace: RankTrace, stage: int, is_last: bool) -> Iterator[_Range]:
     """The k-th forward of a step is micro-batch k's, and so the k-th backward; a loss goes with its forward."""
-    calls = [(found[1], event) for event in trace.python_calls if (found := _CALL.search(event.name))]
+    calls = [(call[1], event) for event in trace.python_calls if (call := _CALL.search(event.name))]
     counts: dict[str, int] = {}
     for name, event in calls:
         if name == "_step_microbatches":
@@ -150,14 +147,14 @@ def _calls(trace: RankTrace, stage: int, is_last: bool) -> Iterator[_Range]:
 def _split(ranges: list[_Range]) -> Iterator[list[_Range]]:
     """Divide actions into steps: an action that a step has already begins a new step."""
     step: list[_Range] = []
-    seen: set[tuple[int, str, int]] = set()
+    keys: set[tuple[int, str, int]] = set()
     for action in sorted(ranges):
-        key = action.stage, action.what, action.microbatch
-        if key in seen:
+        key = action.stage, action.name, action.microbatch
+        if key in keys:
             yield step
-            step, seen = [], set()
+            step, keys = [], set()
         step.append(action)
-        seen.add(key)
+        keys.add(key)
     yield step
 
 
@@ -168,8 +165,8 @@ class _Clock:
     """Looks up what happened within a range."""
 
     def __init__(self, trace: RankTrace) -> None:
-        others = (*_COMMUNICATION, _ALLOCATION)
-        self._computing = [event for event in trace.host_ops if not event.name.startswith(others)]
+        excluded = (*_COMMUNICATION, _ALLOCATION)
+        self._computing = [event for event in trace.host_ops if not event.name.startswith(excluded)]
         self._by_thread: dict[tuple[str, str], list[Event]] = {}
         for event in self._computing:
             self._by_thread.setdefault(event.thread, []).append(event)
@@ -186,9 +183,9 @@ class _Clock:
         """What a range computed, each with the time at which the host began or launched it."""
         if self._has_kernels:
             return [pair for pair in self._launched(*action[:2]) if not pair[1].name.startswith(_COMMUNICATION)]
-        own = self._by_thread.get(action.thread, [])
+        on_thread = self._by_thread.get(action.thread, [])
         # On an accelerator without kernels in the trace, another thread launches the backward.
-        events = _begun(own, *action[:2]) or _begun(self._computing, *action[:2])
+        events = _starting(on_thread, *action[:2]) or _starting(self._computing, *action[:2])
         return [(event.start_ns, event) for event in events]
 
     def _launched(self, start_ns: int, end_ns: int) -> list[tuple[int, Event]]:
@@ -197,13 +194,13 @@ class _Clock:
 
     def received_ns(self, start_ns: int, end_ns: int) -> int | None:
         """When the receives that the host began in a stretch of time had ended."""
-        begun = _begun(self._receives, start_ns, end_ns)
+        receives = _starting(self._receives, start_ns, end_ns)
         if self._has_kernels:
-            begun = [event for _, event in self._launched(start_ns, end_ns) if _RECEIVES.fullmatch(event.name)]
-        return max((event.end_ns for event in begun), default=None)
+            receives = [event for _, event in self._launched(start_ns, end_ns) if _RECEIVES.fullmatch(event.name)]
+        return max((event.end_ns for event in receives), default=None)
 
 
-def _begun(events: list[Event], start_ns: int, end_ns: int) -> list[Event]:
+def _starting(events: list[Event], start_ns: int, end_ns: int) -> list[Event]:
     first, last = (bisect_left(events, time, key=attrgetter("start_ns")) for time in (start_ns, end_ns))
     return events[first:last]
 
@@ -211,28 +208,28 @@ def _begun(events: list[Event], start_ns: int, end_ns: int) -> list[Event]:
 def _step(ranges: Sequence[_Range], clock: _Clock) -> Step:
     step, free_ns, host_free_ns = Step(), 0, 0
     receives = {
-        (action.what[-1], action.stage, action.microbatch): action[:2]
+        (action.name[-1], action.stage, action.microbatch): action[:2]
         for action in ranges
-        if action.what.startswith("RECV_")
+        if action.name.startswith("RECV_")
     }
     for action in ranges:
-        if action.what.startswith("SEND_"):
-            step.sent_ns[action.what[-1], action.stage, action.microbatch] = action.start_ns
-        elif action.what == "REDUCE_GRAD":
+        if action.name.startswith("SEND_"):
+            step.sent_ns[action.name[-1], action.stage, action.microbatch] = action.start_ns
+        elif action.name == "REDUCE_GRAD":
             step.reductions[action.stage] = action[:2]
-        elif action.what == "LOSS":
+        elif action.name == "LOSS":
             op = Op(action.stage, Kind.F, action.microbatch)
             if op in step.ops:
                 free_ns = max((event.end_ns for _, event in clock.computed(action)), default=step.ops[op].end_ns)
                 step.ops[op] = step.ops[op]._replace(end_ns=free_ns)
-        elif action.what in Kind.__members__:
+        elif action.name in Kind.__members__:
             computed = clock.computed(action)
-            way = "F" if action.what == "F" else "B"
+            way = "F" if action.name == "F" else "B"
             before = host_free_ns, computed[0][0] if computed else action.end_ns
             posted = receives.get((way, action.stage, action.microbatch), (0, 0)) if receives else before
-            received = None if action.what == "W" else clock.received_ns(*posted)
+            received = None if action.name == "W" else clock.received_ns(*posted)
             start, free_ns = _ran(action, [event for _, event in computed], received, free_ns, clock.shows_computing)
-            step.ops[Op(action.stage, Kind(action.what), action.microbatch)] = Ran(start, free_ns, received)
+            step.ops[Op(action.stage, Kind(action.name), action.microbatch)] = Ran(start, free_ns, received)
             host_free_ns = action.end_ns
     return step
 

@@ -59,18 +59,13 @@ class ImportedTrace:
                 f"of {self.world_size} processes, {plan.num_ranks} gave traces: what they waited for elsewhere is "
                 f"unknown; unless the others are replicas, give their traces too"
             )
-        if self._lacks_cores:
+        on_one_machine = self.on_cpu and len(self.hosts) > 1 and all(self.hosts) and len({*self.hosts}) == 1
+        if on_one_machine and self.timeline.num_cores is None:
             lines.append(
                 f"cores unknown: all ranks ran on the CPUs of one machine; if it has fewer than {plan.num_ranks} "
                 f"cores, waits for a core show as slower ops: give its number of cores as --cores N"
             )
         return "\n".join(lines)
-
-    @property
-    def _lacks_cores(self) -> bool:
-        """Whether ranks shared the cores of one machine, and nobody said how many these are."""
-        shared = self.on_cpu and len(self.hosts) > 1 and "" not in self.hosts and len({*self.hosts}) == 1
-        return shared and self.timeline.num_cores is None
 
 
 def import_traces(paths: Sequence[str], step: int | None = None, num_cores: int | None = None) -> ImportedTrace:
@@ -274,22 +269,20 @@ def _flights(messages: Sequence[_Message], steps: Sequence[Step]) -> list[tuple[
 
     Where a trace does not show an arrival, it is as fast as the fastest message of its two ranks.
     """
-    sent: list[int] = []
-    seen: list[int | None] = []
+    measured: list[tuple[int, int | None]] = []
     fastest: dict[tuple[int, int], int] = {}
     for _, sender, receiver, source, target in messages:
-        made, read = steps[sender].ops[source].end_ns, steps[receiver].ops[target]
+        produced, read = steps[sender].ops[source].end_ns, steps[receiver].ops[target]
         key = ("F" if source.kind is Kind.F else "B", source.stage, source.microbatch)
-        begun = min(max(made, steps[sender].sent_ns.get(key, made)), read.start_ns)
-        arrived = None if read.received_ns is None else min(max(begun, read.received_ns), read.start_ns)
-        took = (read.start_ns if arrived is None else arrived) - begun
+        sent = min(max(produced, steps[sender].sent_ns.get(key, produced)), read.start_ns)
+        arrived = None if read.received_ns is None else min(max(sent, read.received_ns), read.start_ns)
+        took = (read.start_ns if arrived is None else arrived) - sent
         fastest[sender, receiver] = min(took, fastest.get((sender, receiver), took))
-        sent.append(begun)
-        seen.append(arrived)
+        measured.append((sent, arrived))
     flights = []
-    for begun, arrived, (_, sender, receiver, _, target) in zip(sent, seen, messages, strict=True):
-        guess = min(begun + fastest[sender, receiver], steps[receiver].ops[target].start_ns)
-        flights.append((begun, guess if arrived is None else arrived))
+    for (sent, arrived), (_, sender, receiver, _, target) in zip(measured, messages, strict=True):
+        guess = min(sent + fastest[sender, receiver], steps[receiver].ops[target].start_ns)
+        flights.append((sent, guess if arrived is None else arrived))
     return flights
 
 
@@ -321,7 +314,7 @@ def _timeline(plan: Plan, messages: Sequence[_Message], steps: Sequence[Step]) -
 def _step_end_times(plan: Plan, steps: Sequence[Step], us: Callable[[int], int]) -> Iterator[tuple[int, int, int, int]]:
     for i, rank in plan.step_end_ranks:
         end, step = plan.placement.step_ends[i], steps[rank]
-        done = max(ran.end_ns for op, ran in step.ops.items() if op.stage == end.stage)
-        reduction = step.reductions.get(end.stage, (done, done)) if end.reduce_us else (done, done)
+        last = max(ran.end_ns for op, ran in step.ops.items() if op.stage == end.stage)
+        reduction = step.reductions.get(end.stage, (last, last)) if end.reduce_us else (last, last)
         optimizer = step.optimizer if step.optimizer and end.optimizer_us else (reduction[1], reduction[1])
         yield us(reduction[0]), us(reduction[1]), us(optimizer[0]), us(optimizer[1])

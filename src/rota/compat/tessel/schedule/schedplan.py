@@ -119,21 +119,21 @@ class SchedPlan:
         Raises:
             ScheduleError: If a device is busy, or an argument is wrong.
         """
-        own = tuple(devices)
-        if not own or len(set(own)) != len(own) or not all(0 <= device < self.ndevs for device in own):
-            raise ScheduleError(f"{block}: devices are {own}; give one or more of 0 to {self.ndevs - 1}, each once")
+        numbers = tuple(devices)
+        if not numbers or len({*numbers}) != len(numbers) or not all(0 <= device < self.ndevs for device in numbers):
+            raise ScheduleError(f"{block}: devices are {numbers}; give one or more of 0 to {self.ndevs - 1}, each once")
         if step < 0:
             raise ScheduleError(f"{block}: step is {step}; steps count from 0")
         if block in self._steps:
-            if (self._steps[block], self._devices[block]) != (step, own):
+            if (self._steps[block], self._devices[block]) != (step, numbers):
                 raise ScheduleError(
-                    f"{block} is added on devices {own} at step {step}, but it already is on "
+                    f"{block} is added on devices {numbers} at step {step}, but it already is on "
                     f"{self._devices[block]} at step {self._steps[block]}; make a second Block"
                 )
             return
-        positions = [self._position(block, device, step) for device in own]
-        self._steps[block], self._devices[block] = step, own
-        for device, position in zip(own, positions, strict=True):
+        positions = [self._position(block, device, step) for device in numbers]
+        self._steps[block], self._devices[block] = step, numbers
+        for device, position in zip(numbers, positions, strict=True):
             self._rows[device].insert(position, block)
 
     def _position(self, block: Block, device: int, step: int) -> int:
@@ -153,9 +153,9 @@ class SchedPlan:
         if len(blocks) != len(devices):
             raise ScheduleError(f"{len(blocks)} blocks, but devices for {len(devices)}; give each block its devices")
         step = 0
-        for block, own in zip(blocks, devices, strict=True):
+        for block, block_devices in zip(blocks, devices, strict=True):
             if block is not None:
-                self.add_block(block, own or (), step)
+                self.add_block(block, block_devices or (), step)
             step += 1 if block is None else block.span
         for prev, following in pairwise(block for block in blocks if block is not None):
             Block.make_dependency(prev, following)
@@ -206,10 +206,10 @@ class SchedPlan:
     def validate(self, complete: bool = True) -> bool:
         """Return whether each block starts after its dependencies and, with `complete`, whether none is missing."""
         for block, step in self._steps.items():
-            known = [prev for prev in block.before if prev in self._steps]
-            if complete and len(known) < len(block.before):
+            present = [prev for prev in block.before if prev in self._steps]
+            if complete and len(present) < len(block.before):
                 return False
-            if any(self._steps[prev] + prev.span > step for prev in known):
+            if any(self._steps[prev] + prev.span > step for prev in present):
                 return False
         return True
 
@@ -227,10 +227,10 @@ class SchedPlan:
         """Return a schedule of new blocks with the same dependencies; with `mid`, all of them for this micro-batch."""
         new = {b: Block(b.mid if mid is None else mid, b.span, b.memory, b.btype, b.gid) for b in self._steps}
         copied = SchedPlan(self.ndevs)
-        for block, own in new.items():
-            copied.add_block(own, self._devices[block], self._steps[block])
+        for block, new_block in new.items():
+            copied.add_block(new_block, self._devices[block], self._steps[block])
             for prev in block.before & new.keys():
-                Block.make_dependency(new[prev], own)
+                Block.make_dependency(new[prev], new_block)
         copied.repetend, copied.period = self.repetend, self.period
         copied.repeated = None if self.repeated is None else frozenset(new[block] for block in self.repeated)
         return copied

@@ -13,10 +13,7 @@ from rota.runtime.reducing.norms import all_gather_number, clip
 
 
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[Any],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    parameters: torch.Tensor | Iterable[Any], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Clip gradients as `torch.nn.utils.clip_grad_norm_` does for the whole model. Collective.
 

@@ -22,8 +22,8 @@ from rota.runtime import Pipeline
 from rota.runtime.reducing.replicas import GradientAllReduce
 from rota.schedules import forward_only as forwards_alone, one_f_one_b
 
-_Made = tuple[Pipeline, FunctionStage]
-_made: dict[tuple[int, bool, bool], _Made] = {}
+#: This process's pipelines and stages, until the process groups are set up again.
+_pipelines: dict[tuple[int, bool, bool], tuple[Pipeline, FunctionStage]] = {}
 
 
 def forward_backward(
@@ -88,10 +88,9 @@ def _divided(inputs: Any, num_microbatches: int) -> list[list[Any]]:
     return [[column[m] for column in columns] for m in range(num_microbatches)]
 
 
-def _pipeline(num_microbatches: int, forward_only: bool, in_slices: bool) -> _Made:
-    """Return the pipeline and this process's stage, which are kept until the process groups are set up again."""
+def _pipeline(num_microbatches: int, forward_only: bool, in_slices: bool) -> tuple[Pipeline, FunctionStage]:
     key = num_microbatches, forward_only, in_slices
-    if key not in _made:
+    if key not in _pipelines:
         size = tpc.get_group_size("pipe")
         group = tpc.get_group("tensor") if in_slices and tpc.is_mode_inited("tensor") else None
         stages = [FunctionStage(is_last=stage == size - 1, group=group) for stage in range(size)]
@@ -110,13 +109,10 @@ def _pipeline(num_microbatches: int, forward_only: bool, in_slices: bool) -> _Ma
             dynamic_shapes=True,  # a function may return tensors of another shape each time
             check_data="never",  # each stage has inputs of its own, which need not be those of others
         )
-        _made[key] = pipeline, stages[pipeline.rank]
-        tpc.before_close.callback(_close, key)
-    return _made[key]
-
-
-def _close(key: tuple[int, bool, bool]) -> None:
-    _made.pop(key)[0].close()
+        _pipelines[key] = pipeline, stages[pipeline.rank]
+        tpc.before_close.callback(pipeline.close)
+        tpc.before_close.callback(_pipelines.pop, key)
+    return _pipelines[key]
 
 
 def _computed_by_fwd_fn(output: Any) -> Any:
@@ -129,22 +125,22 @@ def _reduced_once(active: bool) -> Iterator[None]:
 
     DDP alone would average them after the first of several backwards.
     """
-    seen: list[DistributedDataParallel] = []
+    held_back: list[DistributedDataParallel] = []
 
     def hold_back(module: nn.Module, _: Any) -> None:
         if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
             module.require_backward_grad_sync = False
-            seen.append(module)
+            held_back.append(module)
 
     hook = register_module_forward_pre_hook(hold_back) if active else None
     try:
         yield
     finally:
-        for module in seen:
+        for module in held_back:
             module.require_backward_grad_sync = True
         if hook is not None:
             hook.remove()
-    for module in seen:
+    for module in held_back:
         average = GradientAllReduce([*module.parameters()], module.process_group)
         average.start()
         average.finish()
