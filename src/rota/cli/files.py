@@ -69,12 +69,12 @@ def read_timeline(path: str, costs: str | None = None) -> Timeline:
 def read_plan_or_timeline(path: str, costs: str | None = None) -> Plan | Timeline:
     """The plan in a plan.json or schedule CSV, or the timeline in a timeline.json. `costs`: a file, for a CSV."""
     text = text_of(path)
-    of_stages = None if costs is None else read_costs(costs)
+    stage_costs = None if costs is None else read_costs(costs)
     if costs is not None and not is_csv(path):
         raise InputError(f"--costs {costs}: {path} has costs of its own; leave --costs out")
     with named(path):
         if is_csv(path):
-            return Plan.from_csv(text, _placement_of_csv(text, of_stages))
+            return Plan.from_csv(text, _placement_of_csv(text, stage_costs))
         document = reading.parse(text, "plan", "timeline")
         return Timeline.from_fields(document) if document.path == "timeline" else Plan.from_fields(document)
 

@@ -197,12 +197,9 @@ def _fill(spans: Sequence[Span], makespan_us: int, num_columns: int) -> list[Wor
     filled: list[Work | None] = []
     for by_key in columns:
         totals = {key: sum(length for length, _ in works) for key, works in by_key.items()}
-        idle = makespan_us - sum(totals.values())
-        most = max(totals, key=totals.__getitem__, default=None)
-        if most is None or totals[most] < idle:
-            filled.append(None)
-        else:
-            filled.append(max(by_key[most], key=itemgetter(0))[1])
+        totals[_IDLE] = makespan_us - sum(totals.values())
+        most = max(totals, key=totals.__getitem__)  # of equals the first: work, not idle time
+        filled.append(None if most == _IDLE else max(by_key[most], key=itemgetter(0))[1])
     return filled
 
 

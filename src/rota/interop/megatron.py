@@ -47,8 +47,7 @@ class Layout:
                 f"the layout has {len(self.stages)} stages for {self.num_ranks} ranks; make it a multiple, by as many "
                 f"'|' less 1"
             )
-        _require_order(self.stages)
-        _require_one_place_for_mtp(self)
+        _require_order(self)
 
     @property
     def num_virtual(self) -> int:
@@ -71,9 +70,9 @@ class Layout:
         return tuple(accumulate(map(len, self.stages), initial=0))
 
 
-def _require_order(stages: Sequence[str]) -> None:
-    """Check that E is first, L last, and MTP after all transformer layers."""
-    letters = "".join(stages)
+def _require_order(layout: Layout) -> None:
+    """Check that E is first, L last, and MTP after all transformer layers, in one stage, the last of its rank."""
+    stages, letters = layout.stages, "".join(layout.stages)
     if strange := letters.strip(_LETTERS):
         raise FormatError(f"the layout has {strange[0]!r}, which is not a layer; use E, t, m and L")
     for letter, name, place in (("E", "embedding", "first"), ("L", "loss", "last")):
@@ -86,16 +85,13 @@ def _require_order(stages: Sequence[str]) -> None:
             )
     if "t" in letters.partition("m")[2]:
         raise FormatError("a t (transformer layer) comes after an m (MTP); move all m after the last t")
-
-
-def _require_one_place_for_mtp(layout: Layout) -> None:
-    having = [stage for stage, letters in enumerate(layout.stages) if "m" in letters]
-    if len(having) > 1:
-        raise FormatError(f"m (MTP) is in the stages {short(having).strip('[]')}; put all of them into one")
-    last_chunks = len(layout.stages) - layout.num_ranks
-    if having and having[0] < last_chunks:
+    homes = [stage for stage, letters in enumerate(stages) if "m" in letters]
+    if len(homes) > 1:
+        raise FormatError(f"m (MTP) is in the stages {short(homes).strip('[]')}; put all of them into one")
+    last_chunks = len(stages) - layout.num_ranks
+    if homes and homes[0] < last_chunks:
         raise FormatError(
-            f"m (MTP) is in stage {having[0]}, not the last one of its rank; put it into a stage from {last_chunks} on"
+            f"m (MTP) is in stage {homes[0]}, not the last one of its rank; put it into a stage from {last_chunks} on"
         )
 
 

@@ -14,6 +14,7 @@ import copy
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -78,8 +79,7 @@ def parts_beginning_with(model: nn.Module, first_modules: Iterable[str]) -> Part
             raise SplitError(
                 f"{name!r} cannot begin a part: it is not after {names[begins[-2]]!r}, which begins the previous part"
             )
-    ends = [*begins[1:], len(names)]
-    return _without_ties(named, [names[begin:end] for begin, end in zip(begins, ends, strict=True)])
+    return _without_ties(named, [names[begin:end] for begin, end in pairwise([*begins, len(names)])])
 
 
 def require_parts(model: nn.Module, parts: Sequence[Sequence[str]]) -> None:

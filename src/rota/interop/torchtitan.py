@@ -116,9 +116,9 @@ def batch_text(plan: Plan) -> str:
     size = f"training.local_batch_size = {rows * count if rows else f'{count} * {_ROWS}'}"
     if rows and num_replicas > 1:
         size += f" (global batch: {num_replicas} * {rows * count} = {num_replicas * rows * count} rows)"
-    of_rows = f"{count_text(rows, 'row')} each" if rows else "any size"
+    each_size = f"{count_text(rows, 'row')} each" if rows else "any size"
     per = f" in each of {num_replicas} pipelines" if num_replicas > 1 else ""
-    return f"{count_text(count, 'micro-batch', 'es')} of {of_rows}{per}: set {size}"
+    return f"{count_text(count, 'micro-batch', 'es')} of {each_size}{per}: set {size}"
 
 
 def degrees_text(plan: Plan) -> str:

@@ -100,7 +100,7 @@ def _ordered(best: Contender, plans: Collection[Contender], tolerance: float) ->
     kinds: dict[Kind, list[Contender]] = {}
     for plan in plans:
         kinds.setdefault(kind_of(plan), []).append(plan)
-    others = [recommended(of_kind, tolerance) for kind, of_kind in kinds.items() if kind not in map(kind_of, first)]
+    others = [recommended(alike, tolerance) for kind, alike in kinds.items() if kind not in map(kind_of, first)]
     return *first, *sorted(others, key=lambda plan: plan.key)
 
 

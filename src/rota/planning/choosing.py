@@ -68,9 +68,9 @@ def spread_between(steps: StepTimes | None, fastest: StepTimes | None, tolerance
 
 def advantage(best: Contender, other: Contender) -> str:
     """What the recommended plan has over one that counts as equally fast, as a verb; "" if nothing."""
-    for text, of_best, of_other in zip(SIMPLER, best.simplicity, other.simplicity, strict=True):
-        if of_best != of_other:
-            return text if of_best < of_other else ""
+    for text, value, other_value in zip(SIMPLER, best.simplicity, other.simplicity, strict=True):
+        if value != other_value:
+            return text if value < other_value else ""
     return "needs less memory" if best.peak_bytes < other.peak_bytes else ""
 
 

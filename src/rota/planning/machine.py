@@ -141,8 +141,8 @@ class Machine:
         """The cluster of one pipeline's ranks, with the lowest limits and the slowest links of all replicas."""
         limits = []
         for rank in range(num_ranks):
-            of_holders = [self.limits[process] for process in self.holders(num_ranks, num_replicas, rank)]
-            limits.append(min((limit for limit in of_holders if limit is not None), default=None))
+            holder_limits = [self.limits[process] for process in self.holders(num_ranks, num_replicas, rank)]
+            limits.append(min((limit for limit in holder_limits if limit is not None), default=None))
         most = self.link.link if isinstance(self.link, Cluster) else self.link
         starts = range(0, num_ranks * num_replicas, num_ranks)
         links = []
@@ -168,7 +168,7 @@ class Machine:
                 ends += [(senders, receivers)] if senders and receivers else []
             for pair in dict.fromkeys(ends):
                 link = SharedLink(shared.name, max(shared.bytes_per_us // len(ends), 1), *pair)
-                slowest[pair] = min(slowest.get(pair, link), link, key=lambda shared: shared.bytes_per_us)
+                slowest[pair] = min(slowest.get(pair, link), link, key=lambda candidate: candidate.bytes_per_us)
         return tuple(slowest.values())
 
     @property

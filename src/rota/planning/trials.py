@@ -84,9 +84,9 @@ def run_trials(
 
     def tick() -> None:
         num_done, left_s = sum(map(len, starts)), max(began_s + seconds - time.monotonic(), 0)
-        of_running = [max(num_rounds, _SETTLED_ROUNDS) - len(starts[i]) for i in running]
+        remaining = [max(num_rounds, _SETTLED_ROUNDS) - len(starts[i]) for i in running]
         report(
-            f"running steps of {count_text(len(trials), 'plan')} in turn: {num_done} of {num_done + sum(of_running)} "
+            f"running steps of {count_text(len(trials), 'plan')} in turn: {num_done} of {num_done + sum(remaining)} "
             f"starts done, at most {left_s:.0f} s left"
         )
 
@@ -100,9 +100,9 @@ def run_trials(
             try:
                 starts[i].append(_started(trials[i], loss_fn, make_optimizer, within_s, tick))
             except TimeoutError:
-                return [of_starts(of_plan) for of_plan in starts if of_plan]
+                return [of_starts(plan_starts) for plan_starts in starts if plan_starts]
             longest_s[i] = max(longest_s[i], time.monotonic() - start_began_s)
-        all_steps = [of_starts(of_plan) for of_plan in starts if of_plan]
+        all_steps = [of_starts(plan_starts) for plan_starts in starts if plan_starts]
         best_us = min(steps.median_us for steps in all_steps)
         running = [i for i, steps in enumerate(all_steps) if not is_far(steps, best_us)]
         near = [all_steps[i] for i in running]

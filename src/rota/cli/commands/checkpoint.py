@@ -63,18 +63,19 @@ def verify(options: Options) -> None:
     checkpoints = _read(options)
     from rota.runtime.checkpoints.saved import damage
 
-    damages_of: dict[str, list[str]] = {}
+    damages: dict[str, list[str]] = {}
     for saved in checkpoints.readable:
         with progress_line() as show:
             show(f"reading {printable(saved.path.name)} ({size_text(saved.num_bytes)}) …")
-            damages_of[saved.path.name] = [*filter(None, [damage(saved)])]
+            problem = damage(saved)
+        damages[saved.path.name] = [problem] if problem else []
         if not options.json:
             files_text = count_text(len(saved.manifest.files), "file")
             whole_text = f"complete: {files_text}, {count_text(saved.num_bytes, 'byte')}"
-            print_text(f"{_name(saved.path)}  {printable('; '.join(damages_of[saved.path.name]) or whole_text)}")
+            print_text(f"{_name(saved.path)}  {printable(problem or whole_text)}")
     if options.json:
-        print_json(checkpoints.to_fields() | {"damages": damages_of})
-    damaged = [path.name for path, _ in checkpoints.unreadable] + [name for name, texts in damages_of.items() if texts]
+        print_json(checkpoints.to_fields() | {"damages": damages})
+    damaged = [path.name for path, _ in checkpoints.unreadable] + [name for name, texts in damages.items() if texts]
     if damaged:
         raise PipelineError(f"damaged: {', '.join(damaged)}; a run goes on from the newest one that is whole")
 

@@ -52,10 +52,9 @@ def frontier(insts: Sequence[Instruction], inputs: Inputs, unit_time: float) -> 
     for inst in insts:
         if inst.options not in curves:
             curves[inst.options] = _convex_hull(inst, unit)
-    points = [_point(insts, inputs, chosen) for chosen in _solve([curves[inst.options] for inst in insts], inputs)]
-    points.sort(key=lambda point: (point.total_execution_time, point.cost))
+    points = [_point(insts, inputs, options) for options in _solve([curves[inst.options] for inst in insts], inputs)]
     best: list[FrontierPoint] = []
-    for point in points:
+    for point in sorted(points, key=lambda point: (point.total_execution_time, point.cost)):
         if not best or point.cost < best[-1].cost:
             best.append(point)
     return best

@@ -35,10 +35,7 @@ def _run(options: argparse.Namespace) -> int:
     micro = PLACEMENTS[options.placement](options.ndevs, train=not options.infer)
     memory = None if options.infer else options.memory
     print(f"placement:\n{micro}")
-    if options.fast_search or options.nmicros is None:
-        schedule = Composer.compose_fast(micro, memory)
-    else:
-        schedule = Composer.compose_n(micro, memory, options.nmicros)
+    schedule = Composer.compose_n(micro, memory, None if options.fast_search else options.nmicros)
     if schedule is None:
         print("no solution: nothing fits; give the devices more memory")
         return 1

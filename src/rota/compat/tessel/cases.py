@@ -13,8 +13,8 @@ class _Stage(NamedTuple):
     """A stage on one or several devices; one with `backward` 0 has no backward."""
 
     devices: Sequence[int]
-    backward: int = 3  # steps
-    memory: int = 1
+    backward: int  # steps
+    memory: int
 
 
 @final
@@ -101,7 +101,7 @@ class Placement:
         if ndevs < 2 or ndevs % 2:
             raise ScheduleError(f"ndevs is {ndevs}; kshape needs an even number, a half for each branch")
         chain, half = _chain(ndevs), ndevs // 2
-        return _forward_and_backward(ndevs, train, chain[:half], chain[half:], meeting=_Stage(range(ndevs), 1))
+        return _forward_and_backward(ndevs, train, chain[:half], chain[half:], meeting=_Stage(range(ndevs), 1, 1))
 
     @staticmethod
     def finetune(ndevs: int, train: bool = True) -> SchedPlan:
@@ -112,8 +112,7 @@ class Placement:
         f     f     b
         f       f b
         """
-        frozen = _Stage(range(ndevs), 0, 0)
-        return _forward_and_backward(ndevs, train, [frozen, *(_Stage([device], 2) for device in range(ndevs))])
+        return _forward_and_backward(ndevs, train, [_Stage(range(ndevs), 0, 0), *_chain(ndevs, 2)])
 
     @staticmethod
     def alphafold(ndevs: int, train: bool = True) -> SchedPlan:
@@ -124,20 +123,18 @@ class Placement:
             f       f       f     b
               f       f       f b
         """
-        frozen = [_Stage([device], 0, 0) for device in range(ndevs)]
-        return _forward_and_backward(
-            ndevs, train, [*frozen, *frozen, *(_Stage([device], 1) for device in range(ndevs))]
-        )
+        frozen = _chain(ndevs, 0, 0)
+        return _forward_and_backward(ndevs, train, [*frozen, *frozen, *_chain(ndevs, 1)])
 
 
 #: The placements by the names that the command takes.
 PLACEMENTS = {name: value.__func__ for name, value in vars(Placement).items() if isinstance(value, staticmethod)}
 
 
-def _chain(ndevs: int) -> list[_Stage]:
+def _chain(ndevs: int, backward: int = 3, memory: int = 1) -> list[_Stage]:
     if not isinstance(ndevs, int) or ndevs < 1:
         raise ScheduleError(f"ndevs is {ndevs!r}; a placement needs 1 device or more")
-    return [_Stage([device]) for device in range(ndevs)]
+    return [_Stage([device], backward, memory) for device in range(ndevs)]
 
 
 def _shared(ndevs: int) -> _Stage:
@@ -160,8 +157,7 @@ def _forward_and_backward(
 
 def _blocks(chain: Sequence[_Stage], train: bool) -> list[tuple[Block, Sequence[int]]]:
     """Return the forward blocks of a chain, then its backward blocks, with their devices."""
-    memory = int(train)
-    blocks = [(Block(0, 1, stage.memory * memory, "forward"), stage.devices) for stage in chain]
+    blocks = [(Block(0, 1, stage.memory if train else 0, "forward"), stage.devices) for stage in chain]
     if train:
         back = [stage for stage in reversed(chain) if stage.backward]
         blocks += [(Block(0, stage.backward, -stage.memory, "backward"), stage.devices) for stage in back]

@@ -22,14 +22,18 @@ class Composer:
     @staticmethod
     def compose(micro: SchedPlan, memory: int | None, *, time_limit_s: float = 10.0) -> SchedPlan | None:
         """Return the schedule with the fewest micro-batches that the best repetend needs."""
-        return _compose(micro, memory, None, time_limit_s)
+        return Composer.compose_n(micro, memory, None, time_limit_s=time_limit_s)
 
     @staticmethod
     def compose_n(
-        micro: SchedPlan, memory: int | None, nmicros: int, *, time_limit_s: float = 10.0
+        micro: SchedPlan, memory: int | None, nmicros: int | None, *, time_limit_s: float = 10.0
     ) -> SchedPlan | None:
-        """Return the schedule with `nmicros` micro-batches."""
-        return _compose(micro, memory, nmicros, time_limit_s)
+        """Return the schedule with `nmicros` micro-batches; None: the fewest that the best repetend needs."""
+        placement = placement_of(micro, memory, micro.added_blocks())
+        # A micro-batch of Tessel's is one of each component of the placement.
+        num_microbatches = None if nmicros is None else nmicros * placement.num_components
+        repeating = find_repeating(placement, num_microbatches, time_limit_s=time_limit_s)
+        return None if repeating is None else _to_schedule(micro, repeating)
 
     @staticmethod
     def compose_fast(
@@ -37,15 +41,7 @@ class Composer:
     ) -> SchedPlan | None:
         """Return what `compose` returns, which is fast; `wc_ratio` ended Tessel's heuristic, and is not used here."""
         del wc_ratio
-        return _compose(micro, memory, None, time_limit_s)
-
-
-def _compose(micro: SchedPlan, memory: int | None, nmicros: int | None, time_limit_s: float) -> SchedPlan | None:
-    """Search; a micro-batch of Tessel's is one of each component of the placement."""
-    placement = placement_of(micro, memory, micro.added_blocks())
-    count = None if nmicros is None else nmicros * placement.num_components
-    repeating = find_repeating(placement, count, time_limit_s=time_limit_s)
-    return None if repeating is None else _to_schedule(micro, repeating)
+        return Composer.compose_n(micro, memory, None, time_limit_s=time_limit_s)
 
 
 def _to_schedule(micro: SchedPlan, repeating: Repeating) -> SchedPlan:
