@@ -86,15 +86,15 @@ def test_the_forwards_of_a_plan_are_that_plan() -> None:
 
 
 def test_an_unfolded_step_has_the_same_ranks() -> None:
-    given = plan().placement
-    same_but(given, Unfolding(given).problem.given, {"tasks", "edges", "step_ends", "class_of", "sample_of"})
+    placement = plan().placement
+    same_but(placement, Unfolding(placement).problem.original, {"tasks", "edges", "step_ends", "class_of", "sample_of"})
 
 
 def test_one_class_of_microbatches_has_what_all_have() -> None:
-    given = plan().placement
-    for of_class in (given.classes[1], given.average):
-        same_but(given, of_class, {"tasks", "edges", "class_of", "sample_of"})
-        for before, after in zip(given.tasks, of_class.tasks, strict=True):
+    placement = plan().placement
+    for of_class in (placement.classes[1], placement.average):
+        same_but(placement, of_class, {"tasks", "edges", "class_of", "sample_of"})
+        for before, after in zip(placement.tasks, of_class.tasks, strict=True):
             assert (before.stage, before.kind, before.ranks) == (after.stage, after.kind, after.ranks)
 
 
