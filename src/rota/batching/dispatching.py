@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rota.batching.problem import BatchProblem, Floats, Integers, Orders, Tables
+from rota.batching.problem import BatchProblem, Integers, Orders, Tables
 from rota.compiled import inner, loop
 
 NEVER = 1 << 61  #: the time of what never happens
@@ -86,7 +86,10 @@ def by_policy(problem: BatchProblem, sequence: Integers) -> Dispatch | None:
     """The best orders of some policies, by one parameter after the other; None if memory never lets some op start."""
     weight_scales = _WEIGHT_SCALES if problem.has_weights else _WEIGHT_SCALES[:1]
     choices: list[tuple[Any, ...]] = [_SCALES, weight_scales, _PATIENCES]
-    levels, waiting, depth = _forward_levels(problem), _waiting_bytes(problem), np.arange(problem.num_ranks)
+    num_ranks, depth = problem.num_ranks, np.arange(problem.num_ranks)
+    room = np.minimum(problem.limits_bytes, 2 * problem.mean_held_bytes * num_ranks)
+    levels = room * (num_ranks - depth) / num_ranks  # they fall from the first rank to the last as in 1F1B
+    waiting = -problem.held_bytes[:, problem.choice_of == 2].mean() if problem.has_weights else 0.0  # for a typical W
     tried: dict[tuple[int, ...], Dispatch] = {}
 
     def value(key: tuple[int, ...]) -> int:
@@ -104,17 +107,6 @@ def by_policy(problem: BatchProblem, sequence: Integers) -> Dispatch | None:
             chosen = [*min(keys, key=value)]
     best = tried[tuple(chosen)]
     return best if best.makespan_us < NEVER else None
-
-
-def _forward_levels(problem: BatchProblem) -> Floats:
-    """Bytes per rank that fall from the first rank to the last as in 1F1B."""
-    room = np.minimum(problem.limits_bytes, 2 * problem.mean_held_bytes * problem.num_ranks)
-    return room * np.arange(problem.num_ranks, 0, -1) / problem.num_ranks
-
-
-def _waiting_bytes(problem: BatchProblem) -> float:
-    """What a W of a typical micro-batch frees."""
-    return -float(problem.held_bytes[:, problem.choice_of == 2].mean()) if problem.has_weights else 0.0
 
 
 @loop

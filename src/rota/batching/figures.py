@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 
 import numpy as np
@@ -134,14 +135,9 @@ class Layout:
             whole = np.maximum(np.floor(exact + 0.5), 0) if name.endswith("_us") else np.ceil(exact)
             values[name] = whole.astype(np.int64)
         held = values["activation_bytes"]
-        values["input_frees_bytes"] = np.minimum(values["input_frees_bytes"], held) if self._gives_frees else held // 2
-        if self.model.gradient_bytes is None:
-            values["gradient_bytes"] = values["boundary_bytes"]
+        values["input_frees_bytes"] = np.minimum(values.get("input_frees_bytes", held // 2), held)
+        values.setdefault("gradient_bytes", values["boundary_bytes"])
         return values
-
-    @property
-    def _gives_frees(self) -> bool:
-        return self.model.input_frees_bytes is not None
 
     def _stage_of(self, task: Task) -> int:
         """The stage in the model: copies of a stage have its figures."""
@@ -154,7 +150,7 @@ class Layout:
 
     def _held_form(self, task: Task) -> Floats:
         held = self._form("activation_bytes", task.stage)
-        freed = self._form("input_frees_bytes", task.stage) if self._gives_frees else held / 2
+        freed = self._form("input_frees_bytes", task.stage) if self.model.input_frees_bytes else held / 2
         return {Kind.F: held, Kind.B: -held, Kind.I: -freed, Kind.W: freed - held}[task.kind]
 
     def _form(self, name: str, stage: int) -> Floats:
@@ -198,8 +194,7 @@ class Layout:
 
     def _edge_form(self, e: int) -> Floats:
         name, column = self._edge_source(e)
-        curves = getattr(self.model, name)
-        return np.array((self.model.boundary_bytes if curves is None else curves)[column])
+        return np.array((getattr(self.model, name) or self.model.boundary_bytes)[column])
 
     def _tails(self) -> Integers:
         """What comes at least after a rank's last op: the reduction of its stage, and all optimizer steps."""
@@ -214,9 +209,8 @@ class Layout:
 
     @cached_property
     def _step_ends(self) -> list[list[StepEnd]]:
-        ranks = range(self.placement.num_ranks)
         ends = [(end, self.placement.gradient_ranks(end.stage)) for end in self.placement.step_ends]
-        return [[end for end, on in ends if rank in on] for rank in ranks]
+        return [[end for end, ranks in ends if rank in ranks] for rank in range(self.placement.num_ranks)]
 
 
 _DURATION = {Kind.F: "forward_us", Kind.B: "backward_us", Kind.I: "backward_us", Kind.W: "weight_us"}
@@ -230,24 +224,18 @@ _PEAK = {
 
 def _topological(placement: Placement) -> tuple[int, ...]:
     """The tasks, each after its inputs, and a W as soon as it can be."""
-    waits_for = [0] * len(placement.tasks)
-    outputs: list[list[int]] = [[] for _ in placement.tasks]
+    inputs: dict[int, list[int]] = {task: [] for task in range(len(placement.tasks))}
     for edge in placement.edges:
-        waits_for[edge.target] += 1
-        outputs[edge.source].append(edge.target)
-
-    def key(task: int) -> tuple[bool, int]:
-        return placement.tasks[task].kind is not Kind.W, task
-
-    heap = sorted(key(task) for task, count in enumerate(waits_for) if not count)
-    order = []
-    while heap:
-        _, task = heappop(heap)
-        order.append(task)
-        for target in outputs[task]:
-            waits_for[target] -= 1
-            if not waits_for[target]:
-                heappush(heap, key(target))
+        inputs[edge.target].append(edge.source)
+    sorter = TopologicalSorter(inputs)
+    sorter.prepare()
+    order: list[int] = []
+    heap: list[tuple[bool, int]] = []
+    while sorter.is_active():
+        for task in sorter.get_ready():
+            heappush(heap, (placement.tasks[task].kind is not Kind.W, task))
+        order.append(heappop(heap)[1])
+        sorter.done(order[-1])
     return tuple(order)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapreplace
 from itertools import chain, count, pairwise
+from operator import attrgetter
 from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
@@ -37,6 +38,7 @@ _TRIES_FOR_ALL = 4_000
 _MOST_SHUFFLED = 24  # of these starts have a random sequence, one for each so many tries
 _OPS_TIMED = 3_000_000  # in all tries of a local search, if the number of tries is not given
 _ANY_NUMBER = 1 << 60
+_NO_LIMIT_S = 1e9
 _FAR = 1.05  # times its bound: above it, the best plan by rules is compared with plans by policies
 _NUM_BY_POLICY = 4  # groupings that are then planned by policies
 _FEWEST_GROUPINGS = 5  # that are compared, even if the time is over
@@ -77,6 +79,9 @@ class _Step(NamedTuple):
     @property
     def makespan_us(self) -> int:
         return self.dispatch.makespan_us
+
+
+_makespan_us: Callable[[_Step], int] = attrgetter("makespan_us")
 
 
 def plan_batch(
@@ -141,11 +146,7 @@ class BatchOptions(TypedDict, total=False):
 
 
 def plan_replicas(
-    model: SizeModel,
-    cluster: Cluster,
-    lengths: Sequence[int],
-    num_replicas: int,
-    **options: Unpack[BatchOptions],
+    model: SizeModel, cluster: Cluster, lengths: Sequence[int], num_replicas: int, **options: Unpack[BatchOptions]
 ) -> tuple[BatchPlan, ...]:
     """One plan per replica. The longest samples go first, each to the replica with least predicted work so far.
 
@@ -199,20 +200,18 @@ def is_compiled() -> bool:
 
 
 class _Clock:
-    """How much of a time limit is over."""
+    """A time limit, and shares of it."""
 
     def __init__(self, limit_s: float | None) -> None:
-        self._began_s, self._limit_s = time.monotonic(), limit_s
+        self._began_s, self._limit_s = time.monotonic(), _NO_LIMIT_S if limit_s is None else limit_s
 
-    def share_over(self) -> float:
-        """The share of the limit that is over; 0 without a limit."""
-        if self._limit_s is None:
-            return 0.0
-        return (time.monotonic() - self._began_s) / self._limit_s if self._limit_s else 1.0
+    def end_s(self, share: float) -> float:
+        """When this share of the limit is over."""
+        return self._began_s + share * self._limit_s
 
-    def is_over(self) -> bool:
-        """Whether the limit is over."""
-        return self.share_over() >= 1
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether this share of the limit is over."""
+        return time.monotonic() >= self.end_s(share)
 
 
 class _Effort(NamedTuple):
@@ -220,19 +219,18 @@ class _Effort(NamedTuple):
 
     tries: int
     ops: int  #: of replays
-    clock: _Clock
-    begin: float  #: as a share of the clock's limit
-    end: float
+    begin_s: float
+    end_s: float
 
     def part(self, begin: float, end: float) -> _Effort:
         """The part of it between two shares of it."""
-        share, span = end - begin, self.end - self.begin
+        share, span_s = end - begin, self.end_s - self.begin_s
         tries, ops = int(self.tries * share), int(self.ops * share)
-        return _Effort(tries, ops, self.clock, self.begin + begin * span, self.begin + end * span)
+        return _Effort(tries, ops, self.begin_s + begin * span_s, self.begin_s + end * span_s)
 
     def is_over(self) -> bool:
         """Whether its time is over."""
-        return self.clock.share_over() >= self.end
+        return time.monotonic() >= self.end_s
 
 
 def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Step:
@@ -247,7 +245,7 @@ def _first(layout: Layout, grouper: Grouper, clock: _Clock) -> _Step:
     candidates.sort(key=lambda candidate: (candidate.is_tight, candidate.bound_us))
     steps: list[_Step] = []
     for i, candidate in enumerate(candidates):
-        has_time = i < _FEWEST_GROUPINGS or clock.share_over() < _GROUPS_UNTIL
+        has_time = i < _FEWEST_GROUPINGS or not clock.is_over(_GROUPS_UNTIL)
         if steps and not (has_time and candidate.bound_us < min(map(_makespan_us, steps))):
             continue
         if (step := _first_of(candidate)) is not None:
@@ -273,14 +271,10 @@ def _by_policies(steps: list[_Step], clock: _Clock) -> Iterator[_Step]:
     if best.makespan_us <= _FAR * best.candidate.bound_us:
         return
     for step in steps[:_NUM_BY_POLICY]:
-        if step.candidate.bound_us < best.makespan_us and clock.share_over() < _GROUPS_UNTIL:
+        if step.candidate.bound_us < best.makespan_us and not clock.is_over(_GROUPS_UNTIL):
             planned = _first_plan(step.candidate, step.sequence, by_policy)
             if planned is not None:
                 yield planned
-
-
-def _makespan_us(step: _Step) -> int:
-    return step.makespan_us
 
 
 def _first_of(candidate: _Candidate) -> _Step | None:
@@ -299,10 +293,10 @@ def _first_plan(candidate: _Candidate, sequence: Integers, orders: _Orders) -> _
         dispatch = orders(_with_reserve(problem, reserved), sequence)
         if dispatch is None:
             return None
-        over = peaks_bytes(problem, sequence, dispatch) - problem.limits_bytes
-        if (over <= 0).all():
+        excess = peaks_bytes(problem, sequence, dispatch) - problem.limits_bytes
+        if (excess <= 0).all():
             return _Step(candidate, reserved, sequence, dispatch)
-        reserved = reserved + np.maximum(over, 0)
+        reserved = reserved + np.maximum(excess, 0)
     return None
 
 
@@ -325,7 +319,8 @@ def _improved(best: _Step, tries: int | None, clock: _Clock) -> _Step:
     starts = sorted((best, *filter(None, others)), key=_makespan_us)
     if not is_small:
         starts = starts[:_NUM_STARTS]
-    effort = _Effort(_ANY_NUMBER if tries is None else tries, ops, clock, clock.share_over(), _CLIMBS_UNTIL)
+    until_s = clock.end_s(_CLIMBS_UNTIL)
+    effort = _Effort(_ANY_NUMBER if tries is None else tries, ops, time.monotonic(), until_s)
     for i, start in enumerate(starts):
         climbed = _climbed(start, effort.part(i / len(starts), (i + 1) / len(starts)))
         best = min(best, climbed, key=_makespan_us)
@@ -341,9 +336,9 @@ def _climbed(best: _Step, effort: _Effort) -> _Step:
         sequence, dispatch = climb(
             tight, best.sequence, best.dispatch, candidate.bound_us, part.tries, part.ops, part.is_over
         )
-        over = peaks_bytes(problem, sequence, dispatch) - problem.limits_bytes
-        if (over > 0).any():
-            reserved = reserved + np.maximum(over, 0)
+        excess = peaks_bytes(problem, sequence, dispatch) - problem.limits_bytes
+        if (excess > 0).any():
+            reserved = reserved + np.maximum(excess, 0)
         else:
             best = _Step(candidate, reserved, sequence, dispatch)
     return best

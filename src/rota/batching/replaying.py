@@ -37,13 +37,7 @@ def replay(tables: Tables, sequence: Integers, orders: Orders, starts: Integers,
 
 @loop
 def replay_since(
-    tables: Tables,
-    sequence: Integers,
-    orders: Orders,
-    starts: Integers,
-    work: Integers,
-    since: int,
-    most: int,
+    tables: Tables, sequence: Integers, orders: Orders, starts: Integers, work: Integers, since: int, most: int
 ) -> int:
     """As `replay`, where `starts` is right for all ops that start before `since`, and stays as it is for them.
 

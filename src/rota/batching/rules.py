@@ -50,13 +50,7 @@ def _best_of(
 
 @loop
 def _best(
-    tables: Tables,
-    roles: Integers,
-    limits: Integers,
-    sequence: Integers,
-    rules: Floats,
-    starts: Integers,
-    best: Orders,
+    tables: Tables, roles: Integers, limits: Integers, sequence: Integers, rules: Floats, starts: Integers, best: Orders
 ) -> int:
     """The makespan of the best rule, or `NEVER`; fills `starts` and `best`, its orders."""
     orders = best.copy()

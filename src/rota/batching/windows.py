@@ -64,11 +64,7 @@ class _States(NamedTuple):
 
 
 def sequence_bound_us(
-    problem: BatchProblem,
-    sequence: Integers,
-    lowest_us: int,
-    best_us: int,
-    is_over: Callable[[], bool] = lambda: False,
+    problem: BatchProblem, sequence: Integers, lowest_us: int, best_us: int, is_over: Callable[[], bool] = lambda: False
 ) -> int:
     """No plan of this sequence takes less. It is between `lowest_us`, a known bound, and `best_us`, a known makespan.
 

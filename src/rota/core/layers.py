@@ -311,15 +311,14 @@ class LayerCosts:
         columns = self.boundary_bytes, self.boundary_gradient_bytes, self.received_bytes
         for (source, target), forward, back, alone in zip(self.edges, *columns, strict=True):
             if stage[source] != stage[target]:
-                known = arriving.get((source, stage[target]), (0, 0, alone))
-                most = max(known[0], forward), max(known[1], back)
-                arriving[source, stage[target]] = (*most, min(known[2], alone))
+                sizes = arriving.get((source, stage[target]), (0, 0, alone))
+                arriving[source, stage[target]] = max(sizes[0], forward), max(sizes[1], back), min(sizes[2], alone)
         crossing: dict[_Pair, list[int]] = {}
         received, unkept = [0] * (len(boundaries) - 1), [0] * (len(boundaries) - 1)
         for (source, to), (forward, back, alone) in arriving.items():
-            sizes = crossing.setdefault((stage[source], to), [0, 0])
-            sizes[0] += forward
-            sizes[1] += back
+            sums = crossing.setdefault((stage[source], to), [0, 0])
+            sums[0] += forward
+            sums[1] += back
             received[to] += forward
             unkept[to] += alone
         return crossing, received, unkept

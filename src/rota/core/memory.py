@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import add, itemgetter, lt, neg
+from typing import NamedTuple
 
 from rota.core.placement import Placement
 from rota.core.plan import Plan
@@ -23,49 +24,43 @@ Columns = Sequence[Sequence[int]]
 Events = tuple[Sequence[int], Sequence[int]]  #: times and, beside them, changes in bytes
 
 
-def events(
-    plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
-) -> list[tuple[int, int]]:
-    """Changes of a rank's memory, by time.
+class RankTimes(NamedTuple):
+    """The times that a rank's memory follows from: of its ops in order, and of transfers by route and position."""
 
-    Args:
-        plan: The plan.
-        rank: The rank.
-        starts_us: Start of each op of the rank.
-        ends_us: End of each op of the rank.
-        sent_us: Start of each transfer, by route and position.
-        arrived_us: End of each transfer, by route and position.
+    plan: Plan
+    rank: int
+    starts_us: Sequence[int]
+    ends_us: Sequence[int]
+    sent_us: Columns
+    arrived_us: Columns
 
-    Returns:
-        (key, change in bytes), in ascending order; key // 4 is the time in µs.
-    """
-    kinds = _events_of_each_kind(plan, rank, starts_us, ends_us, sent_us, arrived_us)
+
+def events(times: RankTimes) -> list[tuple[int, int]]:
+    """Changes of a rank's memory as (key, change in bytes), in ascending order; key // 4 is the time in µs."""
+    kinds = _events_of_each_kind(times)
     keyed = [
         (4 * time + kind, change) for kind, columns in enumerate(kinds) for time, change in zip(*columns, strict=True)
     ]
     return sorted(keyed, key=itemgetter(0))  # stable: ops at one instant stay in the rank's order
 
 
-def peak_bytes(
-    plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
-) -> int:
-    """The largest number of bytes that a rank holds at any time; the arguments are those of `events`."""
-    kinds = _events_of_each_kind(plan, rank, starts_us, ends_us, sent_us, arrived_us)
-    times, changes = ([*chain.from_iterable(columns)] for columns in zip(*kinds, strict=True))
-    held = most = plan.placement.static_bytes[rank]
-    for i in sorted(range(len(times)), key=times.__getitem__):  # stable: at one instant the first kind comes first
+def peak_bytes(times: RankTimes) -> int:
+    """The largest number of bytes that a rank holds at any time."""
+    kinds = _events_of_each_kind(times)
+    at_us, changes = ([*chain.from_iterable(columns)] for columns in zip(*kinds, strict=True))
+    held = most = times.plan.placement.static_bytes[times.rank]
+    for i in sorted(range(len(at_us)), key=at_us.__getitem__):  # stable: at one instant the first kind comes first
         held += changes[i]
         if held > most:
             most = held
     return most
 
 
-def _events_of_each_kind(
-    plan: Plan, rank: int, starts_us: Sequence[int], ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
-) -> tuple[Events, Events, Events, Events]:
+def _events_of_each_kind(times: RankTimes) -> tuple[Events, Events, Events, Events]:
     """What `events` returns, by kind, in the order of the kinds at one instant; each kind in the rank's order."""
-    transfer_ends, transfer_starts = _transfer_events(plan, rank, ends_us, sent_us, arrived_us)
-    at_start, at_end = _op_changes(plan, rank)
+    transfer_ends, transfer_starts = _transfer_events(times)
+    at_start, at_end = _op_changes(times.plan, times.rank)
+    starts_us, ends_us = times.starts_us, times.ends_us
     if all(map(lt, starts_us, ends_us)):
         return transfer_ends, (ends_us, at_end), transfer_starts, (starts_us, at_start)
     op_ends: list[tuple[int, int]] = []
@@ -80,10 +75,9 @@ def _columns(pairs: Sequence[tuple[int, int]]) -> Events:
     return [time for time, _ in pairs], [change for _, change in pairs]
 
 
-def _transfer_events(
-    plan: Plan, rank: int, ends_us: Sequence[int], sent_us: Columns, arrived_us: Columns
-) -> tuple[Events, Events]:
+def _transfer_events(times: RankTimes) -> tuple[Events, Events]:
     """The ends and the starts of a rank's transfers."""
+    plan, rank, _, ends_us, sent_us, arrived_us = times
     end_of = dict(zip(plan.nodes[rank], ends_us, strict=True)) if plan.shared_transfers.first else {}
     freed: tuple[list[int], list[int]] = [], []
     taken: tuple[list[int], list[int]] = [], []

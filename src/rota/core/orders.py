@@ -26,11 +26,11 @@ def nodes_of(placement: Placement, num_microbatches: int, orders: Orders) -> tup
     """Orders as nodes. Raises PlanError unless each rank has exactly the ops that are placed on it."""
     if num_microbatches < 1:
         raise PlanError(f"num_microbatches is {num_microbatches}; a step needs at least 1", "missing")
-    known = placement.given_microbatches
-    if known not in (None, num_microbatches):
+    expected = placement.given_microbatches
+    if expected not in (None, num_microbatches):
         raise PlanError(
-            f"num_microbatches is {num_microbatches}, but the placement has the sizes of {known} micro-batches; give "
-            f"as many",
+            f"num_microbatches is {num_microbatches}, but the placement has the sizes of {expected} micro-batches; "
+            f"give as many",
             "unknown",
         )
     if len(orders) != placement.num_ranks:
@@ -95,9 +95,9 @@ class _Step:
             return PlanError(f"{does}, which the placement does not know ({has})", "unknown")
         batches = self._microbatches(op.stage)
         if op.microbatch not in batches:
-            known = f"{batches[0]} to {batches[-1]}" if batches else "none"
+            numbers = f"{batches[0]} to {batches[-1]}" if batches else "none"
             step = f" in steps of {batches.step}" if batches.step > 1 else ""
-            return PlanError(f"{does}, but stage {op.stage} has the micro-batches {known}{step}", "unknown")
+            return PlanError(f"{does}, but stage {op.stage} has the micro-batches {numbers}{step}", "unknown")
         ranks = ", ".join(map(str, task.ranks))
         return PlanError(f"{does}, but stage {op.stage} is on rank {ranks}; move it there", "wrong rank")
 

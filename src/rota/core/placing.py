@@ -37,18 +37,18 @@ def place(
         ranks = range(num_stages)
     if len(ranks) != num_stages:
         raise PlacementError(f"ranks has {len(ranks)} entries for {num_stages} stages; give one per stage")
-    on = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in ranks]
+    ranks_of = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in ranks]
     if edges is None:
         edges = [(i, i + 1) for i in range(num_stages - 1)] if costs.edges is None else costs.edges
     pairs = [(edge[0], edge[1]) for edge in edges]  # the edges of Stages also have a key
     for pair in pairs:
         if not all(0 <= stage < num_stages for stage in pair):
             raise PlacementError(f"edge {pair} must join two of the stages 0 to {num_stages - 1}")
-    tasks = _tasks(costs, on)
+    tasks = _tasks(costs, ranks_of)
 
     def per_rank(of_stages: tuple[int, ...]) -> tuple[int, ...]:
         held = [0] * cluster.num_ranks
-        for stage, stage_ranks in enumerate(on):
+        for stage, stage_ranks in enumerate(ranks_of):
             for rank in stage_ranks:
                 if rank < len(held):  # Placement refuses a rank outside the cluster
                     held[rank] += of_stages[stage]
@@ -69,23 +69,23 @@ def place(
     )
 
 
-def _tasks(costs: Costs, on: Sequence[tuple[int, ...]]) -> list[Task]:
+def _tasks(costs: Costs, ranks_of: Sequence[tuple[int, ...]]) -> list[Task]:
     """All stages' tasks, kind by kind: F, B (or I), W, R."""
     stages = range(costs.num_stages)
     held, freed = costs.activation_bytes, costs.freed_by_input
     recompute = costs.recompute_us or (None,) * costs.num_stages
     kept = [held[s] if recompute[s] is None else costs.checkpoint_bytes[s] for s in stages]
     peaks = costs.backward_peak_bytes
-    tasks = [Task(s, Kind.F, on[s], costs.forward_us[s], kept[s], costs.forward_peak_bytes[s]) for s in stages]
+    tasks = [Task(s, Kind.F, ranks_of[s], costs.forward_us[s], kept[s], costs.forward_peak_bytes[s]) for s in stages]
     if costs.weight_us is None:
-        tasks += [Task(s, Kind.B, on[s], costs.backward_us[s], -held[s], peaks[s]) for s in stages]
+        tasks += [Task(s, Kind.B, ranks_of[s], costs.backward_us[s], -held[s], peaks[s]) for s in stages]
     else:
-        tasks += [Task(s, Kind.I, on[s], costs.backward_us[s], -freed[s], peaks[s]) for s in stages]
+        tasks += [Task(s, Kind.I, ranks_of[s], costs.backward_us[s], -freed[s], peaks[s]) for s in stages]
         weight_us, peaks = costs.weight_us, costs.weight_peak_bytes
-        tasks += [Task(s, Kind.W, on[s], weight_us[s], freed[s] - held[s], peaks[s]) for s in stages]
-    again = ((s, again_us) for s, again_us in enumerate(recompute) if again_us is not None)
+        tasks += [Task(s, Kind.W, ranks_of[s], weight_us[s], freed[s] - held[s], peaks[s]) for s in stages]
     peaks = costs.forward_peak_bytes
-    return tasks + [Task(s, Kind.R, on[s], again_us, held[s] - kept[s], peaks[s]) for s, again_us in again]
+    again = ((s, us) for s, us in enumerate(recompute) if us is not None)
+    return tasks + [Task(s, Kind.R, ranks_of[s], us, held[s] - kept[s], peaks[s]) for s, us in again]
 
 
 def _edges(costs: Costs, tasks: Sequence[Task], edges: Sequence[tuple[int, int]]) -> list[Edge]:

@@ -223,7 +223,25 @@ class Plan:
     @cached_property
     def _unserved_graph(self) -> TaskGraph:
         """The graph in which transfers do not wait for each other."""
-        return _graph_of(self)
+        orders = self.nodes  # first: they refuse a num_microbatches that would make the graph too large for memory
+        placement, first_node, class_of = self.placement, self.first_node, self.placement.class_of
+        durations: list[int] = []
+        edges: list[Edges] = []
+        inputs = _task_inputs(placement, first_node, self.shared_transfers.first)
+        for t, (task, sources, first) in enumerate(zip(placement.tasks, inputs, first_node, strict=False)):
+            batches, classes = self.microbatches_of(t), range(placement.num_classes)
+            durations += placement.column(task.duration_us, batches)
+            of_class = [tuple((first - source, value_in(lag, c)) for source, lag in sources) for c in classes]
+            edges += [of_class[class_of[m]] for m in batches] if class_of else of_class * len(batches)
+        previous = [-1] * len(durations)
+        _add_orders(orders, edges, previous)
+        _add_step_ends(self, durations, edges)
+        for r, first in self.shared_transfers.first.items():
+            route, batches = placement.routes[r], self.microbatches_on(r)
+            durations += placement.column(route.service_us, batches)
+            edges += [((first - first_node[route.source], 0),)] * len(batches)
+        previous += [-1] * (len(durations) - len(previous))
+        return TaskGraph(durations, edges, previous)
 
     @cached_property
     def earliest(self) -> Earliest:
@@ -424,31 +442,6 @@ def read_file(document: reading.Field, into: type[_File]) -> _File:
 
 
 # --- building the graph -----------------------------------------------------------------------------------------------
-
-
-def _graph_of(plan: Plan) -> TaskGraph:
-    """`Plan._unserved_graph`."""
-    orders = plan.nodes  # first, because they refuse a num_microbatches that would make the graph too large for memory
-    placement, first_node = plan.placement, plan.first_node
-    durations: list[int] = []
-    edges: list[Edges] = []
-    inputs = _task_inputs(placement, first_node, plan.shared_transfers.first)
-    for t, (task, sources, first) in enumerate(zip(placement.tasks, inputs, first_node, strict=False)):
-        batches = plan.microbatches_of(t)
-        durations += placement.column(task.duration_us, batches)
-        of_class = [
-            tuple((first - source, value_in(lag, c)) for source, lag in sources) for c in range(placement.num_classes)
-        ]
-        edges += [of_class[placement.class_of[m]] for m in batches] if placement.class_of else of_class * len(batches)
-    previous = [-1] * len(durations)
-    _add_orders(orders, edges, previous)
-    _add_step_ends(plan, durations, edges)
-    for r, first in plan.shared_transfers.first.items():
-        route, batches = placement.routes[r], plan.microbatches_on(r)
-        durations += placement.column(route.service_us, batches)
-        edges += [((first - first_node[route.source], 0),)] * len(batches)
-    previous += [-1] * (len(durations) - len(previous))
-    return TaskGraph(durations, edges, previous)
 
 
 def _task_inputs(

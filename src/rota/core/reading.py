@@ -248,15 +248,15 @@ class Field:
                 expected = re.sub(pattern, words, expected)
             raise field.wrong(expected) from None
 
-    def refuse_others(self, known: Iterable[str]) -> None:
-        """Raise FormatError if an object has other fields than `known`, such as misspelled ones."""
+    def refuse_others(self, names: Iterable[str]) -> None:
+        """Raise FormatError if an object has other fields than these, such as misspelled ones."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object")
         for name, value in self.value.items():
-            if name not in known:
+            if name not in names:
                 raise FormatError(
                     f"{self.path} has the field {short(name)} = {short(value)}, which is not one of "
-                    f"{', '.join(known)}; remove or rename it"
+                    f"{', '.join(names)}; remove or rename it"
                 )
 
 
@@ -339,12 +339,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields_by_name
 
 
-def dump(what: str, content: dict[str, Any] | msgspec.Struct, read: Callable[[str], object] | None = None) -> str:
-    """JSON text of type `what`: one line per field, and one per entry of a list unless it is a list of numbers.
+def dump(kind: str, content: dict[str, Any] | msgspec.Struct, read: Callable[[str], object] | None = None) -> str:
+    """JSON text of type `kind`: one line per field, and one per entry of a list unless it is a list of numbers.
 
     `read` reads such a text. Raises FormatError if it refuses this one: a file that is written can be read again.
     """
-    lines = [f'  "rota": "{what}"']
+    lines = [f'  "rota": "{kind}"']
     for name, value in (to_fields(content) if isinstance(content, msgspec.Struct) else content).items():
         if isinstance(value, list | tuple) and value and isinstance(value[0], (list, tuple, dict, str)):
             body = ",\n".join("    " + json.dumps(entry) for entry in value)
@@ -355,11 +355,11 @@ def dump(what: str, content: dict[str, Any] | msgspec.Struct, read: Callable[[st
     if read is not None:
         if len(text) > LARGEST_BYTES:
             raise FormatError(
-                f"the {what} file is not written: it would have {len(text):,} bytes, and only {LARGEST_BYTES:,} can "
+                f"the {kind} file is not written: it would have {len(text):,} bytes, and only {LARGEST_BYTES:,} can "
                 f"be read again"
             )
         try:
             read(text)
         except RotaError as error:
-            raise FormatError(f"the {what} file is not written, because it could not be read again: {error}") from None
+            raise FormatError(f"the {kind} file is not written, because it could not be read again: {error}") from None
     return text

@@ -31,13 +31,12 @@ def simulate(plan: Plan) -> Timeline:
     sent, arrived = [], []
     for r, route in enumerate(plan.placement.routes):
         first, after = plan.first_node[route.source], plan.first_node[route.source + 1]
-        made = tuple(ends[first:after])
-        if (served := plan.shared_transfers.first.get(r)) is not None:
-            made = tuple(starts[served : served + after - first])
-        sent.append(made)
+        served = plan.shared_transfers.first.get(r)
+        times_us = tuple(ends[first:after] if served is None else starts[served : served + after - first])
+        sent.append(times_us)
         if route.duration_us != 0:
-            made = tuple(map(add, made, plan.placement.column(route.duration_us, plan.microbatches_on(r))))
-        arrived.append(made)
+            times_us = tuple(map(add, times_us, plan.placement.column(route.duration_us, plan.microbatches_on(r))))
+        arrived.append(times_us)
     after_ops = plan.num_ops + 2 * len(plan.step_end_ranks)
     step_ends = [
         (starts[node], ends[node], starts[node + 1], ends[node + 1]) for node in range(plan.num_ops, after_ops, 2)

@@ -103,11 +103,11 @@ class Timeline:
 
     def memory_events(self, rank: int) -> list[tuple[int, int]]:
         """Changes of a rank's memory as (key, bytes); see `rota.core.memory.events`."""
-        return memory.events(*self._of_rank(rank))
+        return memory.events(self._of_rank(rank))
 
-    def _of_rank(self, rank: int) -> tuple[Plan, int, Sequence[int], Sequence[int], memory.Columns, memory.Columns]:
-        """The arguments of functions of `rota.core.memory`."""
-        return self.plan, rank, self.starts_us[rank], self.ends_us[rank], self.sent_us, self.arrived_us
+    def _of_rank(self, rank: int) -> memory.RankTimes:
+        starts_us, ends_us = self.starts_us[rank], self.ends_us[rank]
+        return memory.RankTimes(self.plan, rank, starts_us, ends_us, self.sent_us, self.arrived_us)
 
     def memory(self, rank: int) -> list[tuple[int, int]]:
         """(time in µs, bytes held from then on) of one rank, a step function."""
@@ -116,7 +116,7 @@ class Timeline:
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """The most bytes that each rank holds at any time, static bytes included."""
-        return tuple(memory.peak_bytes(*self._of_rank(rank)) for rank in range(self.num_ranks))
+        return tuple(memory.peak_bytes(self._of_rank(rank)) for rank in range(self.num_ranks))
 
     # --- spans ----------------------------------------------------------------------------------------------------
 

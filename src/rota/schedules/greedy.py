@@ -113,9 +113,9 @@ class ListScheduler:
         self.arrivals_us: list[list[int]] = [[0] * self.num_microbatches, *([] for _ in legs[1:])]
         self.ranks = []
         for rank in range(placement.num_ranks):
-            own = [i for i, leg in enumerate(legs) if leg.rank == rank]
-            work_us = sum(legs[i].duration_us + legs[i].weight_us for i in own) * self.num_microbatches
-            self.ranks.append(_Rank(sorted((turn, i, m) for i in own for m, turn in enumerate(turns[i])), work_us))
+            numbers = [i for i, leg in enumerate(legs) if leg.rank == rank]
+            work_us = sum(legs[i].duration_us + legs[i].weight_us for i in numbers) * self.num_microbatches
+            self.ranks.append(_Rank(sorted((turn, i, m) for i in numbers for m, turn in enumerate(turns[i])), work_us))
 
     @property
     def makespan_us(self) -> int:
