@@ -7,7 +7,7 @@ cause's part. Only clocks that differ can leave a remainder: according to them, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -265,21 +265,23 @@ class _Replay:
     def makespan_us(self, num_steps: int) -> int:
         """The makespan with the first `num_steps` parts as measured."""
         measured = [*Part][:num_steps]
-        durations, lags, handed_over = self._durations(measured), self._lags(measured), self._handing_over_us(measured)
+        durations = self._durations(measured)
         first_service = {} if Part.SHARED_LINKS in measured else self._first_service
         inputs: list[Sequence[tuple[int, int]]] = []
         for place, arrivals in zip(self._places, self._inputs, strict=True):
             before = [(self._node(place) - 1, 0)] if place.position else []
             for source, route, k in arrivals if Part.LAUNCH in measured else self._together(place):
                 if route in first_service:
-                    before.append((first_service[route] + k, lags(route, k)))
+                    before.append((first_service[route] + k, self._lag_us(route, k, measured)))
+                elif route < 0:
+                    before.append((source, 0))
                 else:
-                    before.append((source, 0 if route < 0 else handed_over(route, k) + lags(route, k)))
+                    before.append((source, self._kept_us(route, k, measured) + self._lag_us(route, k, measured)))
             inputs.append(before)
         inputs += [[(node, 0) for node in nodes] for nodes in self._step_end_inputs(Part.STEP_END not in measured)]
         if first_service:
             durations += self._services_us
-            inputs += self._service_inputs(handed_over)
+            inputs += self._service_inputs(measured)
         return max(TaskGraph.of(durations, inputs).earliest().ends_us, default=0)
 
     def _node(self, place: Place) -> int:
@@ -327,11 +329,11 @@ class _Replay:
         routes, column = plan.placement.routes, plan.placement.column
         return [us for r in plan.shared_transfers.first for us in column(routes[r].service_us, plan.microbatches_on(r))]
 
-    def _service_inputs(self, handed_over: Callable[[int, int], int]) -> list[list[tuple[int, int]]]:
+    def _service_inputs(self, measured: Sequence[Part]) -> list[list[tuple[int, int]]]:
         """For each transfer on shared links its maker, and the one before it in each order of service."""
         plan = self._plan
         inputs = [
-            [(self._node(self._place_of_maker(r, k)), handed_over(r, k))]
+            [(self._node(self._place_of_maker(r, k)), self._kept_us(r, k, measured))]
             for r in plan.shared_transfers.first
             for k in range(len(plan.microbatches_on(r)))
         ]
@@ -415,32 +417,23 @@ class _Replay:
             durations[stage, rank] = b - a + late[0], d - c + late[1]
         return durations
 
-    def _lags(self, measured: Sequence[Part]) -> Callable[[int, int], int]:
-        """A function of (route, k): how long the route's k-th transfer travels after it has occupied shared links."""
-        routes, timeline = self._plan.placement.routes, self._timeline
-
-        def lag(route: int, k: int) -> int:
-            us = self._value(routes[route].duration_us, route, k)
-            sent, arrived = timeline.sent_us[route][k], timeline.arrived_us[route][k]
-            if Part.ARRIVALS in measured:
-                us = max(arrived - sent, 0)
-            if routes[route].shared and Part.SHARED_LINKS not in measured:
-                us = max(us - self._value(routes[route].service_us, route, k), 0)
-            return us
-
-        return lag
-
-    def _handing_over_us(self, measured: Sequence[Part]) -> Callable[[int, int], int]:
-        """A function of (route, k): from when its data is made until a transfer starts, or waits for shared links."""
-        routes, timeline = self._plan.placement.routes, self._timeline
-
-        def us(route: int, k: int) -> int:
-            rank, position = self._place_of_maker(route, k)
-            taken = max(timeline.sent_us[route][k] - timeline.ends_us[rank][position], 0)
-            ending = Part.SHARED_LINKS if routes[route].shared else Part.SENDS
-            return taken if ending in measured else 0
-
+    def _lag_us(self, route: int, k: int, measured: Sequence[Part]) -> int:
+        """How long a route's k-th transfer travels after it has occupied shared links."""
+        planned, timeline = self._plan.placement.routes[route], self._timeline
+        us = self._value(planned.duration_us, route, k)
+        if Part.ARRIVALS in measured:
+            us = max(timeline.arrived_us[route][k] - timeline.sent_us[route][k], 0)
+        if planned.shared and Part.SHARED_LINKS not in measured:
+            us = max(us - self._value(planned.service_us, route, k), 0)
         return us
+
+    def _kept_us(self, route: int, k: int, measured: Sequence[Part]) -> int:
+        """From when its data is made until a route's k-th transfer starts, or waits for shared links."""
+        ending = Part.SHARED_LINKS if self._plan.placement.routes[route].shared else Part.SENDS
+        if ending not in measured:
+            return 0
+        made_us = self._readiness.end_us(self._place_of_maker(route, k))
+        return max(self._timeline.sent_us[route][k] - made_us, 0)
 
     def _value(self, amount: Amount, route: int, k: int) -> int:
         """An amount of a route for its k-th transfer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rota.accounting.causes import Cause
+from rota.accounting.causes import Cause, Idle
 from rota.core.errors import PlanError
 from rota.core.shared_links import Contention
 from rota.core.tasks import Op
@@ -54,9 +54,8 @@ class Readiness:
                 inputs = self._inputs[rank, t] = []
                 for source in sources:  # possibly along several edges
                     travelled = routes.get((source, t, rank), [])
-                    inputs += [(source, i, plan.placement.routes[i].sender) for i in travelled]
-                    if not travelled:
-                        inputs.append((source, _LOCAL, rank))
+                    received = [(source, i, plan.placement.routes[i].sender) for i in travelled]
+                    inputs += received or [(source, _LOCAL, rank)]
 
     def op(self, place: Place) -> Op:
         """The op at `place`."""
@@ -80,23 +79,21 @@ class Readiness:
                 yield Arrival(made, made, Place(sender, position), route, made)
                 continue
             arrived = max(made, self.timeline.arrived_us[route][k])
-            # Where it shares no link, it waits for nothing.
-            shares = bool(self.plan.placement.routes[route].shared)
-            sent = min(max(made, self.timeline.sent_us[route][k]), arrived) if shares else made
+            is_shared = self.plan.placement.routes[route].shared  # else it waits for nothing
+            sent = min(max(made, self.timeline.sent_us[route][k]), arrived) if is_shared else made
             yield Arrival(arrived, made, Place(sender, position), route, sent)
 
     def last_arrival(self, place: Place) -> Arrival | None:
         """The last arrival that the op needs: of its inputs, and of the other ranks that run the same task."""
-        op, rank = self.op(place), place.rank
-        needs = list(self.arrivals(rank, op))
-        for other in self.plan.placement.tasks[self.plan.placement.index[op.stage, op.kind]].ranks:
-            if other != rank:
-                needs += self.arrivals(other, op)
-                before = self.positions[other][self.plan.node(op)] - 1
-                if before >= 0:
-                    place = Place(other, before)
-                    ended = self.end_us(place)
-                    needs.append(Arrival(ended, ended, place, _LOCAL, ended))
+        op = self.op(place)
+        needs = list(self.arrivals(place.rank, op))
+        for rank in self.plan.placement.tasks[self.plan.placement.index[op.stage, op.kind]].ranks:
+            if rank != place.rank:
+                needs += self.arrivals(rank, op)
+                previous = Place(rank, self.positions[rank][self.plan.node(op)] - 1)
+                if previous.position >= 0:
+                    ended = self.end_us(previous)
+                    needs.append(Arrival(ended, ended, previous, _LOCAL, ended))
         return max(needs, default=None)
 
     def ready_us(self, rank: int) -> list[int]:
@@ -126,15 +123,6 @@ def contention_of(timeline: Timeline, num_cores: int | None) -> Contention | Non
     return Contention(times_us, num_cores) if num_cores else None
 
 
-class Overrun(NamedTuple):
-    """Time that `op` ran longer than planned, with the cause SLOWER or CORES."""
-
-    start_us: int
-    end_us: int
-    cause: Cause
-    op: Op
-
-
 class Overruns:
     """Where a timeline's ops run longer than in `planned`. Raises PlanError if `planned` lacks an op."""
 
@@ -150,20 +138,17 @@ class Overruns:
                     f"the plan has no {extra} on rank {rank}; explain a timeline by its own plan", "unknown"
                 )
 
-    def upstream(self, last: Place, since_us: int) -> Iterator[Overrun]:
-        """Overruns after `since_us` along the chain of predecessors from `last`, latest first."""
+    def upstream(self, rank: int, last: Place, since_us: int, until_us: int) -> list[Idle]:
+        """Time of an idle rank in which an op upstream of `last`, or `last` itself, ran longer than planned."""
+        pieces: list[Idle] = []  # latest first
         place: Place | None = last
         while place is not None and self._readiness.end_us(place) > since_us:
-            yield from self._overruns(place, since_us)
-            place = self._readiness.predecessor(place) if self._readiness.start_us(place) > since_us else None
-
-    def _overruns(self, place: Place, since_us: int) -> Iterator[Overrun]:
-        op, start, end = self._readiness.op(place), self._readiness.start_us(place), self._readiness.end_us(place)
-        due = start + self._planned_us[place.rank][op]
-        if due >= end:
-            return
-        lost = self._cores.lost_us(start, end) if self._cores else 0
-        middle = min(due + lost, end)
-        for a, b, cause in ((middle, end, Cause.SLOWER), (due, middle, Cause.CORES)):
-            if max(a, since_us) < b:
-                yield Overrun(max(a, since_us), b, cause, op)
+            op, start, end = self._readiness.op(place), self._readiness.start_us(place), self._readiness.end_us(place)
+            due = min(start + self._planned_us[place.rank][op], end)
+            lost = self._cores.lost_us(start, end) if self._cores else 0
+            middle = min(due + lost, end)
+            for a, b, cause in ((middle, end, Cause.SLOWER), (due, middle, Cause.CORES)):
+                if max(a, since_us) < min(b, until_us):
+                    pieces.append(Idle(rank, max(a, since_us), min(b, until_us), cause, op))
+            place = self._readiness.predecessor(place) if start > since_us else None
+        return pieces[::-1]

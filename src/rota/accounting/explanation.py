@@ -12,7 +12,7 @@ from typing import Any
 from rota.accounting.causes import DESCRIPTIONS, Cause, Idle
 from rota.accounting.delays import contention_of
 from rota.accounting.idle_time import idle
-from rota.accounting.suggestions import Suggestion, advice, imbalance, rank_work_us, with_measured_times
+from rota.accounting.suggestions import Suggestion, advice, imbalance, with_measured_times
 from rota.calibration.spread import Spread
 from rota.core.plan import Plan
 from rota.core.simulation import simulate, timeline_of
@@ -262,8 +262,8 @@ def explain(
     timeline = timeline_of(timeline)
     num_cores = num_cores or timeline.num_cores
     idles = idle(timeline, planned, num_cores)
-    model = with_measured_times(timeline)
-    spread = Spread.of([timeline], model.placement)
+    model = simulate(with_measured_times(timeline))
+    spread = Spread.of([timeline], model.plan.placement)
     changes = advice(model, spread)
     uneven = ""
     if num_cores is not None and timeline.num_ranks > num_cores:
@@ -271,17 +271,16 @@ def explain(
         changes = [change for change in changes if change.what != "cut"]
     elif not any(change.what == "cut" and change.is_certain for change in changes):
         uneven = imbalance(model, spread)
-    model_us = simulate(model).makespan_us
     return Explanation(
         timeline,
         idles,
-        model_us,
-        tuple(rank_work_us(model)),
+        model.makespan_us,
+        model.busy_us,
         tuple(change for change in changes if change.is_certain),
         num_cores,
         tuple(
-            f"{change.words}: {change.gain_us / model_us:.1%} shorter with the median times, but not with all times "
-            f"that the measured ops allow"
+            f"{change.words}: {change.gain_us / model.makespan_us:.1%} shorter with the median times, but not with all "
+            f"times that the measured ops allow"
             for change in changes
             if not change.is_certain
         ),

@@ -85,7 +85,7 @@ class _Accounts:
             made_us, ready_us = pieces[0].end_us, max(pieces[-1].end_us, start_us)
             maker = self._readiness.op(arrival.maker)
             pieces = _overlaid(pieces, _passed_over(rank, later, headroom, (start_us, ready_us), maker))
-            pieces = _overlaid(pieces, self._upstream_overruns(rank, arrival.maker, start_us, made_us))
+            pieces = _overlaid(pieces, self._overruns.upstream(rank, arrival.maker, start_us, made_us))
         pieces.append(Idle(rank, pieces[-1].end_us if pieces else start_us, end_us, Cause.LAUNCH, op))
         full = self._cores.full_intervals(ready_us, end_us) if self._cores else ()
         yield from _overlaid(pieces, [Idle(rank, a, b, Cause.CORES, op) for a, b in full])
@@ -103,11 +103,6 @@ class _Accounts:
         yield Idle(rank, made_us, sent_us, Cause.SHARED_LINK, message)
         yield Idle(rank, sent_us, ready_us, Cause.TRANSFER, message)
 
-    def _upstream_overruns(self, rank: int, last: Place, start_us: int, end_us: int) -> list[Idle]:
-        """Time in which an op upstream of `last`, or `last` itself, ran longer than planned."""
-        late = [overrun for overrun in self._overruns.upstream(last, start_us) if overrun.start_us < end_us]
-        return [Idle(rank, a, min(b, end_us), cause, op) for a, b, cause, op in reversed(late)]
-
     # --- after the last op ----------------------------------------------------------------------------------------
 
     def _tail(self, rank: int, start_us: int) -> list[Idle]:
@@ -115,7 +110,7 @@ class _Accounts:
         place, work = self._last
         pieces = [Idle(rank, start_us, self._timeline.makespan_us, Cause.DRAIN, work)]
         if place is not None:
-            pieces = _overlaid(pieces, self._upstream_overruns(rank, place, start_us, self._timeline.makespan_us))
+            pieces = _overlaid(pieces, self._overruns.upstream(rank, place, start_us, self._timeline.makespan_us))
         step_ends, free_us = [], start_us
         for span in sorted(self._step_ends[rank], key=lambda span: span.start_us):
             if span.end_us > free_us:

@@ -61,12 +61,12 @@ def with_measured_times(timeline: Timeline) -> Plan:
     return replace(plan, placement=replace(plan.placement, tasks=tasks, step_ends=ends))
 
 
-def advice(plan: Plan, spread: Spread) -> list[Suggestion]:
-    """Changes that shorten the step, each tried alone, the largest gain first.
+def advice(timeline: Timeline, spread: Spread) -> list[Suggestion]:
+    """Changes that shorten the simulated step, each tried alone, the largest gain first.
 
     Those that do not help with all times of ops that `spread` leaves possible are not certain.
     """
-    before_us, commands = simulate(plan).makespan_us, _commands_to_cut(plan)
+    plan, before_us, commands = timeline.plan, timeline.makespan_us, _commands_to_cut(timeline.plan)
     is_certain = spread.is_exact or spread.longest_part(_loads, _slowest(plan.placement))
     suggestions = [
         Suggestion(words, gain_us, before_us - gain_us, commands, "cut", is_certain)
@@ -215,20 +215,15 @@ def _commands_to_cut(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def rank_work_us(plan: Plan) -> list[int]:
-    """The work of each rank in a step in µs."""
-    return [sum(map(plan.duration_us, order)) for order in plan.orders]
-
-
-def imbalance(plan: Plan, spread: Spread) -> str:
+def imbalance(timeline: Timeline, spread: Spread) -> str:
     """What it costs that one rank has much more work than the mean; "" if none has, or none for sure.
 
     "" too where all ranks hold the same layers: they do the same work, whatever the cuts.
     """
-    work_us = rank_work_us(plan)
+    work_us = timeline.busy_us
     average_us = mean(work_us)
     busiest = work_us.index(max(work_us))
-    if work_us[busiest] <= OVERLOADED * average_us or have_same_layers(plan.placement):
+    if work_us[busiest] <= OVERLOADED * average_us or have_same_layers(timeline.plan.placement):
         return ""
     if not spread.is_exact and not spread.longest_part(rank_loads, busiest):
         return ""

@@ -162,7 +162,9 @@ def fit_link(by_size: Mapping[int, Sequence[int]], planned: Link, shared_rate: i
     points = [(size, median_low(times), len(times)) for size, times in sorted(by_size.items()) if times]
     links = []
     for rate in (planned.bytes_per_us, *_rates(points), None):
-        link = _with_rate(shared_rate if rate is None else min(rate, shared_rate or rate), points)
+        slowest = shared_rate if rate is None else min(rate, shared_rate or rate)
+        latencies = [us - Link(0, slowest).transfer_us(size) for size, us, count in points for _ in range(count)]
+        link = Link(max(median_low(latencies), 0), slowest)
         error = sum(count * abs(us - link.transfer_us(size)) for size, us, count in points)
         links.append((error, replace(planned, latency_us=link.latency_us, bytes_per_us=rate)))
     return min(links, key=itemgetter(0))[1]
@@ -182,9 +184,3 @@ def _rates(points: Sequence[tuple[int, int, int]]) -> list[int]:
         return []
     rate = 1 / per_byte
     return sorted({max(int(rate), 1), int(rate) + 1, max(round(rate), 1)})
-
-
-def _with_rate(rate: int | None, points: Sequence[tuple[int, int, int]]) -> Link:
-    """The link of this rate with the median latency."""
-    latencies = [us - Link(0, rate).transfer_us(size) for size, us, count in points for _ in range(count)]
-    return Link(max(median_low(latencies), 0), rate)

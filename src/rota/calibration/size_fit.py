@@ -21,6 +21,7 @@ from rota.core.costs import Costs
 from rota.core.errors import PlacementError
 from rota.core.sizes import CURVES, Curve, Size, SizeModel
 
+_LEAST_US = 100  # of shorter times, what whole microseconds and interrupts make of them says nothing
 _PIVOT = 1e-9  # relative; below it the sizes cannot tell two coefficients apart
 
 
@@ -43,12 +44,12 @@ def fit_sizes(measured: Sequence[tuple[Size, Costs]]) -> SizeModel:
     if len({*sizes}) < 2:
         raise PlacementError(f"measured has {len({*sizes})} different sizes: give two or more, such as three lengths")
     first = measured[0][1]
+
+    def shape(costs: Costs) -> tuple[object, ...]:
+        return costs.num_stages, costs.edges, costs.weight_us is None
+
     for size, costs in measured:
-        if (costs.num_stages, costs.edges, costs.weight_us is None) != (
-            first.num_stages,
-            first.edges,
-            first.weight_us is None,
-        ):
+        if shape(costs) != shape(first):
             raise PlacementError(f"the costs at {size} have other stages, edges or backwards than those at {sizes[0]}")
         if costs.recompute_us is not None and any(us is not None for us in costs.recompute_us):
             raise PlacementError(f"the costs at {size} have recompute_us, which a model of sizes has no term for")
@@ -94,9 +95,6 @@ def _bytes_curve(sizes: Sequence[Size], values: Sequence[int], sign: int) -> Cur
     curve = _non_negative(sizes, values)
     short = max(sign * (value - curve.at(size)) for size, value in zip(sizes, values, strict=True))
     return curve._replace(constant=curve.constant + sign * short) if short > 0 else curve
-
-
-_LEAST_US = 100  # of shorter times, what whole microseconds and interrupts make of them says nothing
 
 
 def _error(sizes: Sequence[Size], curve: Curve, values: Sequence[int]) -> float:

@@ -72,12 +72,7 @@ class Spread:
         return tuple(replace(self.shortest, tasks=tuple(draw(*pair) for pair in pairs)) for _ in range(_NUM_DRAWS))
 
     def holds(self, plan: Plan, changed: Callable[[Plan], Plan]) -> bool:
-        """Whether the changed plan is faster wherever in their ranges the times of its tasks are, as far as was drawn.
-
-        Args:
-            plan: The plan.
-            changed: Makes the changed plan from this one with other times.
-        """
+        """Whether `changed` makes a plan faster with any times of tasks in their ranges, as far as was drawn."""
         if self.is_exact:
             return True
         drawn = (replace(plan, placement=placement) for placement in self._draws)
@@ -86,9 +81,7 @@ class Spread:
     def longest_part(self, loads: Callable[[Placement], Sequence[float]], most: int) -> bool:
         """Whether part `most` has more work than the mean of the others, even if it is shortest and they are longest.
 
-        Args:
-            loads: The work of each part, such as a stage or a rank, of a placement.
-            most: The part.
+        `loads`: the work of each part, such as a stage or a rank, of a placement.
         """
         others = [us for part, us in enumerate(loads(self.longest)) if part != most]
         return bool(others) and loads(self.shortest)[most] * len(others) > sum(others)

@@ -18,13 +18,19 @@ _FIRST_STEP = 1024  # the first step upwards from a lower bound is this small a 
 
 def cut_chain(problem: CutProblem) -> list[int] | None:
     """Boundaries that minimize the slowest rank's time, then the sum of squares; None if nothing fits in memory."""
-    fits = _within_limits(problem)
+    memory = problem.memory
+
+    def fits(stage: int, start: int, end: int) -> bool:
+        assert memory is not None
+        limit = memory.limits[problem.rank_of[stage]]
+        return limit is None or memory.fits(stage, start, end, limit)
 
     def budgets(bound: int) -> list[int]:
         return [bound // problem.weights[rank] for rank in problem.rank_of]
 
     def cut_within(bound: int) -> list[int] | None:
-        ends = balanced_ends(problem, 0, 0, budgets(bound), [0] * problem.num_stages, fits)
+        spent = [0] * problem.num_stages
+        ends = balanced_ends(problem, 0, 0, budgets(bound), spent, None if memory is None else fits)
         return None if ends is None else [0, *ends]
 
     if problem.exceeds_total_memory:
@@ -60,18 +66,6 @@ def least(low: int, high: int, holds: Callable[[int], bool]) -> int:
         else:
             low = middle + 1
     return low
-
-
-def _within_limits(problem: CutProblem) -> Fits | None:
-    memory = problem.memory
-    if memory is None:
-        return None
-
-    def fits(stage: int, start: int, end: int) -> bool:
-        limit = memory.limits[problem.rank_of[stage]]
-        return limit is None or memory.fits(stage, start, end, limit)
-
-    return fits
 
 
 def _bands(problem: CutProblem, first: int, start: int, budgets_us: Sequence[int]) -> list[range] | None:

@@ -35,7 +35,7 @@ class Incumbent:
         self.key: Key | None = None
         self.how = ""
         placement, limits = problem.placement, problem.placement.cluster.limit_bytes
-        self._limits_bytes = np.array([NO_LIMIT if limit is None else limit for limit in limits], np.int64)
+        self.limits_bytes = np.array([NO_LIMIT if limit is None else limit for limit in limits], np.int64)
         self._static_bytes = np.array(placement.static_bytes, np.int64)
         #: Whether some transfer's bytes count on a rank with a limit.
         self.transfers_hold = any(
@@ -71,7 +71,7 @@ class Incumbent:
     def _transfers_fit(self, orders: Orders) -> bool:
         if not self.transfers_hold:
             return True
-        over = np.maximum(self.peaks_bytes(orders) - self._limits_bytes, 0)
+        over = np.maximum(self.peaks_bytes(orders) - self.limits_bytes, 0)
         self.most_over_bytes = np.maximum(self.most_over_bytes, over)
         return not over.any()
 

@@ -20,9 +20,9 @@ from rota.core.tasks import Edge, Kind, Route, Task, scalar
 
 
 class Instant(NamedTuple):
-    """`lag_us` after the end of a task's op; less than 0 is before it."""
+    """`lag_us` after the end of an op, which is a task or one of its nodes; less than 0 is before it."""
 
-    task: int
+    op: int
     lag_us: int
 
 
@@ -34,6 +34,10 @@ class Carried(NamedTuple):
     since: Instant
     until: Instant
     is_sent: bool  #: the rank sends it; else it receives it, and holds it until the op ends that reads it
+
+    def between(self, since: int, until: int) -> Carried:
+        """The same for one micro-batch, whose ops are these nodes."""
+        return self._replace(since=self.since._replace(op=since), until=self.until._replace(op=until))
 
 
 @dataclass(frozen=True)

@@ -174,14 +174,14 @@ class Portfolio:
             for rank, limit in enumerate(self.problem.original.cluster.limit_bytes)
             if limit is not None and held[rank] > limit
         )
-        what, longer = "found no order that fits", "give the search more time, "
+        finding, longer = "found no order that fits", "give the search more time, "
         if self.has_tried_all:
-            what, longer = "no order with each task's micro-batches in turn fits", ""
+            finding, longer = "no order with each task's micro-batches in turn fits", ""
         if self.none_fits:
-            what, longer = "no order fits, even if ops wait on purpose", ""
+            finding, longer = "no order fits, even if ops wait on purpose", ""
         return NothingFitsError(
-            f"{what}, in {self.budget.elapsed_s:.1f} s: {longer}raise the limit {raised}, in which one micro-batch at "
-            f"a time fits, or make micro-batches smaller"
+            f"{finding}, in {self.budget.elapsed_s:.1f} s: {longer}raise the limit {raised}, in which one micro-batch "
+            f"at a time fits, or make micro-batches smaller"
         )
 
     # --- methods --------------------------------------------------------------------------------------------------
@@ -215,9 +215,9 @@ class Portfolio:
         timed = score(self.problem, orders)
         if timed is None:  # also a cycle
             return
-        held, limits = self.incumbent.peaks_bytes(orders), self.problem.placement.cluster.limit_bytes
-        fits = all(limit is None or peak <= limit for peak, limit in zip(held, limits, strict=True))
-        self.named.append(NamedPlan(name, timed.makespan_us, timed.span_us, int(held.max()), fits))
+        held = self.incumbent.peaks_bytes(orders)
+        is_within = bool((held <= self.incumbent.limits_bytes).all())
+        self.named.append(NamedPlan(name, timed.makespan_us, timed.span_us, int(held.max()), is_within))
         self.incumbent.offer(orders, name)
 
     def _guess(self) -> None:
@@ -234,8 +234,7 @@ class Portfolio:
             for cap, priorities, patience in product(_CAPS, all_priorities, _PATIENCES):
                 capped = np.minimum(limits, np.maximum(least, (limits * cap).astype(np.int64)))
                 look()
-                most_us = self._most_us()
-                self.incumbent.offer(dispatcher(priorities, patience, capped, most_us=most_us), how)
+                self.incumbent.offer(dispatcher(priorities, patience, capped, most_us=self._most_us()), how)
                 share.spend_ops(dispatcher.ops_of_last_call)
                 if self.is_proven or share.is_over:
                     break
@@ -388,9 +387,9 @@ class Portfolio:
             part -= step
             limits = np.maximum(low, (high * part).astype(np.int64))
             tried = []
-            for policy, p in product(all_priorities, _PATIENCES):
+            for priorities, patience in product(all_priorities, _PATIENCES):
                 look()
-                tried.append(dispatcher(policy, p, limits, most_us=self._most_us()))
+                tried.append(dispatcher(priorities, patience, limits, most_us=self._most_us()))
                 self.budget.spend_ops(dispatcher.ops_of_last_call)
             better = [self.incumbent.offer(orders, how) for orders in tried]
             if not any(better):

@@ -333,11 +333,11 @@ class _WholeStep:
                     late = model.add(self.starts[b][k] + T * (later - k) >= self.starts[a][later] + least)
                     late.only_enforce_if([before[a][later], after[b][k]])
 
-    def _sums(self, row: Sequence[Any], others: Callable[[int], range], name: str) -> list[Any]:
+    def _sums(self, row: Sequence[Any], rounds: Callable[[int], range], name: str) -> list[Any]:
         literals = []
         for k in range(len(row)):
             literal = self.ordering.model.new_bool_var(name)
-            self.ordering.model.add(literal == sum(row[other] for other in others(k)))
+            self.ordering.model.add(literal == sum(row[i] for i in rounds(k)))
             literals.append(literal)
         return literals
 

@@ -136,9 +136,9 @@ class SearchResult:
         """What was found, how good it is and why, and the named schedules beside it, in lines of at most `width`."""
         proof = "proven optimal" if self.is_optimal else f"within {self.gap:.2%} of the optimum"
         stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
-        what = "time per micro-batch" if self.objective == "period" else self.objective
+        measure = "time per micro-batch" if self.objective == "period" else self.objective
         lines = [
-            f"{what} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s{stopped})",
+            f"{measure} {_us(self.value_us)}, {proof} (found by {self.how}, {self.elapsed_s:.1f} s{stopped})",
             f"lower bound for {self.among or 'this placement'} {_us(self.bound_us)}: {self.why}",
             f"holds at most {size_text(max(self.peak_memory_bytes))} per rank",
         ]
@@ -149,17 +149,17 @@ class SearchResult:
 
     def _named_lines(self, width: int | None) -> list[str]:
         """The named schedules on this placement, beside the plan."""
-        what = "span" if self.objective == "span" else "makespan"
-        plan_us = self.span_us if what == "span" else self.makespan_us
+        measure = "span" if self.objective == "span" else "makespan"
+        plan_us = self.span_us if measure == "span" else self.makespan_us
         rows = []
         for named in self.named:
-            value_us = named.span_us if what == "span" else named.makespan_us
+            value_us = named.span_us if measure == "span" else named.makespan_us
             slower = f"{value_us / plan_us - 1:+.1%}" if plan_us else ""
             fits = "" if named.fits else "over the limit"
             rows.append((f"  {named.name}", time_text(value_us), slower, size_text(named.peak_bytes), fits))
         if not rows:
             return []
-        header, optional = ("  schedule", what, "vs. plan", "peak", ""), ("peak", "vs. plan")
+        header, optional = ("  schedule", measure, "vs. plan", "peak", ""), ("peak", "vs. plan")
         return table_lines(header, rows, left={"  schedule", ""}, width=width, optional=optional)
 
     def __str__(self) -> str:

@@ -40,7 +40,7 @@ class Transfers(NamedTuple):
         received = np.zeros((placement.num_ranks, len(placement.tasks)), np.int64)
         for item in lowered.carried:
             if not item.is_sent:  # freed by the op that reads it
-                received[item.rank, item.until.task] += item.num_bytes
+                received[item.rank, item.until.op] += item.num_bytes
             if item.since != item.until:
                 rows[item.rank].append((item.num_bytes, *item.since, *item.until, item.is_sent))
         on, ranks = problem.tasks_on.values, np.repeat(np.arange(placement.num_ranks), np.diff(problem.tasks_on.first))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -117,43 +118,37 @@ class _BothSides:
     def path(self, heads: tuple[Heads, Heads]) -> Bound | None:
         """The longest path: head, op and tail."""
         first, last = heads[0].heads_us, heads[1].heads_us
-        longest, where = -1, (0, 0)
-        for task, count in enumerate(self.first.counts.tolist()):
+        paths = []
+        for task, (count, duration) in enumerate(zip(self.first.counts, self.first.durations_us, strict=True)):
             if count:
-                paths = first[:count, task] + last[count - 1 :: -1, task][:count]
-                k = int(paths.argmax())
-                if paths[k] + self.first.durations_us[task] > longest:
-                    longest, where = int(paths[k] + self.first.durations_us[task]), (task, k)
-        if longest < 0:
+                before, after = first[:count, task], last[:count, task][::-1]
+                k = int((before + after).argmax())
+                paths.append((int(before[k] + duration + after[k]), task, k, int(before[k]), int(after[k])))
+        us, task, k, head, tail = max(paths, key=itemgetter(0), default=(-1, 0, 0, 0, 0))
+        if us < 0:
             return None
-        task, k = where
-        head, tail = int(first[k, task]), int(last[self.first.counts[task] - 1 - k, task])
-        duration, node = int(self.first.durations_us[task]), self.problem.node_name(task, k)
+        node, duration = self.problem.node_name(task, k), int(self.first.durations_us[task])
         why = f"{node} cannot start before {head:,} µs, takes {duration:,} and is followed by {tail:,}"
-        return Bound(longest, "longest path" + self.name, why, Proof("path", -1, task, k, bool(self.name)))
+        return Bound(us, "longest path" + self.name, why, Proof("path", -1, task, k, bool(self.name)))
 
     def load(self, heads: tuple[Heads, Heads], rank: int) -> Bound | None:
         """A rank's work, and its idle time before an op and after it."""
         places = self.first.places_on(rank)
         backward = {int(self.last.places[place]): place for place in places}
-        longest, where = -1, (0, 0, 0, 0)
+        idles = []
         for place in places:
             task = int(self.first.places[place])
-            count = int(self.first.counts[task])
-            if count:
-                before = heads[0].idle_us[:count, place]
-                after = heads[1].idle_us[count - 1 :: -1, backward[task]][:count]
+            if count := int(self.first.counts[task]):
+                before, after = heads[0].idle_us[:count, place], heads[1].idle_us[:count, backward[task]][::-1]
                 k = int((before + after).argmax())
-                if before[k] + after[k] > longest:
-                    longest, where = int(before[k] + after[k]), (task, k, int(before[k]), int(after[k]))
-        if longest < 0:
+                idles.append((int(before[k] + after[k]), task, k, int(before[k]), int(after[k])))
+        idle_us, task, k, before_us, after_us = max(idles, key=itemgetter(0), default=(-1, 0, 0, 0, 0))
+        if idle_us < 0:
             return None
-        task, k, before_us, after_us = where
-        work = self.first.work_us(rank)
-        node = self.problem.node_name(task, k)
+        work, node = self.first.work_us(rank), self.problem.node_name(task, k)
         idle = f"is idle for {before_us:,} before {node} and for {after_us:,} after it"
         why = f"{self.problem.rank_name(rank)} works {work:,} µs, {idle}"
-        return Bound(work + longest, "load" + self.name, why, Proof("load", rank, task, k, bool(self.name)))
+        return Bound(work + idle_us, "load" + self.name, why, Proof("load", rank, task, k, bool(self.name)))
 
 
 def _makespans(problem: Problem, limits: bool) -> Iterator[Bound]:
@@ -207,32 +202,32 @@ def _memory_held(problem: Problem, objective: str, known_us: int) -> Iterator[Bo
     rounds = problem.num_microbatches // problem.placement.num_components
     if not rounds:
         return
-    what = "micro-batches" if problem.placement.num_components == 1 else "rounds of micro-batches"
+    unit = "micro-batches" if problem.placement.num_components == 1 else "rounds of micro-batches"
     tried: list[Bound | None] = []
     for load in rank_loads(problem, whole_step=objective == "makespan"):
         if load.headroom_bytes <= 0:
             continue
         held = rounds * load.held_byte_us
         if load.carried_byte_us:
-            tried.append(_with_carried(load, rounds, what))
+            tried.append(_with_carried(load, rounds, unit))
         if not held:
             continue
         least, more = (-(-byte_us // load.headroom_bytes) for byte_us in (held, held + load.unused_byte_us))
         # In a step at least as long as its two ends, both are unused; in a shorter one they may overlap.
         us = more if max(least, known_us) >= load.ends_us else least
         why = (
-            f"rank {load.rank} holds {load.held_byte_us:,} byte-µs for each of {rounds:,} {what}, and has room for "
+            f"rank {load.rank} holds {load.held_byte_us:,} byte-µs for each of {rounds:,} {unit}, and has room for "
             f"{load.headroom_bytes:,} bytes, less while it fills and empties"
         )
         tried.append(Bound(us, "memory held", why, Proof("area", load.rank, -1, -1, True)))
     yield from _highest(tried)
 
 
-def _with_carried(load: RankLoad, rounds: int, what: str) -> Bound:
+def _with_carried(load: RankLoad, rounds: int, unit: str) -> Bound:
     """Byte-µs of transfers too; they may use the room that ops cannot use at the two ends."""
     byte_us = load.held_byte_us + load.carried_byte_us
     why = (
-        f"rank {load.rank} holds {byte_us:,} byte-µs for each of {rounds:,} {what}, {load.carried_byte_us:,} of them "
+        f"rank {load.rank} holds {byte_us:,} byte-µs for each of {rounds:,} {unit}, {load.carried_byte_us:,} of them "
         f"for transfers, and has room for {load.headroom_bytes:,} bytes"
     )
     return Bound(-(-rounds * byte_us // load.headroom_bytes), "memory held with transfers", why)

@@ -81,7 +81,7 @@ def certificate_of(problem: Problem, proof: Proof) -> dict[str, Any] | None:
     return fields
 
 
-class _At(NamedTuple):
+class _Figure(NamedTuple):
     """The head of micro-batch k of a task after a phase, or the idle time before it at a place of its rank."""
 
     phase: int
@@ -106,13 +106,13 @@ class _Trace:
 
     def row(self, task: int, k: int, rank: int) -> str:
         """The words that lead to the op's head, or to the idle time of the rank before it."""
-        at: _At | None = _At(len(self.phases) - 1, task, k)
+        figure: _Figure | None = _Figure(len(self.phases) - 1, task, k)
         if rank >= 0:
             place = next(place for place in self.side.places_on(rank) if self.side.places[place] == task)
-            at = _At(len(self.phases) - 2, task, k, place)
+            figure = _Figure(len(self.phases) - 2, task, k, place)
         words: list[str] = []
-        while at is not None:
-            at, word = self._back(at)
+        while figure is not None:
+            figure, word = self._back(figure)
             words += word
         return " ".join(self._shortened(words[::-1]))
 
@@ -123,79 +123,81 @@ class _Trace:
             if not (0 < i < len(words) - 1 and tasks[i - 1] == tasks[i] == tasks[i + 1]):
                 yield word
 
-    def _name(self, at: _At) -> str:
-        placement, task = self.problem.placement, self.problem.placement.tasks[at.task]
-        k = int(self.side.counts[at.task]) - 1 - at.k if self.backward else at.k
+    def _name(self, figure: _Figure) -> str:
+        placement, task = self.problem.placement, self.problem.placement.tasks[figure.task]
+        k = int(self.side.counts[figure.task]) - 1 - figure.k if self.backward else figure.k
         return f"{task}{placement.microbatches(task.stage, self.problem.num_microbatches)[k]}"
 
-    def _back(self, at: _At) -> tuple[_At | None, list[str]]:
+    def _back(self, figure: _Figure) -> tuple[_Figure | None, list[str]]:
         """Where a number comes from (None: the row begins here), and the words between, the last one first."""
-        if at.place >= 0:
-            return self._idle_back(at)
-        if at.phase == 0:
-            return None, [self._name(at)]
-        if self._heads(at.phase)[at.k, at.task] == self._heads(at.phase - 1)[at.k, at.task]:
-            return at._replace(phase=at.phase - 1), []
-        return self._work_back(at) if at.phase % 2 == 0 else self._path_back(at)
+        if figure.place >= 0:
+            return self._idle_back(figure)
+        if figure.phase == 0:
+            return None, [self._name(figure)]
+        before, after = (
+            heads.heads_us[figure.k, figure.task] for heads in self.phases[figure.phase - 1 : figure.phase + 1]
+        )
+        if before == after:
+            return figure._replace(phase=figure.phase - 1), []
+        return self._work_back(figure) if figure.phase % 2 == 0 else self._path_back(figure)
 
-    def _heads(self, phase: int) -> Integers:
-        return self.phases[phase][0]
-
-    def _path_back(self, at: _At) -> tuple[_At | None, list[str]]:
-        heads, durations = self._heads(at.phase), self.side.durations_us
-        head = heads[at.k, at.task]
-        if at.k and heads[at.k - 1, at.task] + durations[at.task] == head:
-            return at._replace(k=at.k - 1), [self._name(at)]
-        inputs = self.side.inputs[self.side.first_input[at.task] : self.side.first_input[at.task + 1]]
+    def _path_back(self, figure: _Figure) -> tuple[_Figure | None, list[str]]:
+        heads, durations = self.phases[figure.phase].heads_us, self.side.durations_us
+        head = heads[figure.k, figure.task]
+        if figure.k and heads[figure.k - 1, figure.task] + durations[figure.task] == head:
+            return figure._replace(k=figure.k - 1), [self._name(figure)]
+        inputs = self.side.inputs[self.side.first_input[figure.task] : self.side.first_input[figure.task + 1]]
         for source, lag in inputs.reshape(-1, 2).tolist():
-            if heads[at.k, source] + durations[source] + lag == head:
-                return at._replace(task=source), [self._name(at)]
-        for arc, over in self._arcs(at):
+            if heads[figure.k, source] + durations[source] + lag == head:
+                return figure._replace(task=source), [self._name(figure)]
+        for arc, over in self._arcs(figure):
             source = int(arc[SOURCE_TASK])
             if heads[over - 1, source] + durations[source] == head:
-                return at._replace(task=source, k=over - 1), [self._name(at)]
+                return figure._replace(task=source, k=over - 1), [self._name(figure)]
         raise NoReasonError
 
-    def _arcs(self, at: _At) -> Iterator[tuple[Integers, int]]:
+    def _arcs(self, figure: _Figure) -> Iterator[tuple[Integers, int]]:
         first = self.headroom.arcs_first
-        for arc in self.headroom.arcs[first[at.task] : first[at.task + 1]]:
-            over = min(-int((-arc[A] - arc[B] * at.k) // arc[C]), at.k)
+        for arc in self.headroom.arcs[first[figure.task] : first[figure.task + 1]]:
+            over = min(-int((-arc[A] - arc[B] * figure.k) // arc[C]), figure.k)
             if over > 0:
                 yield arc, over
 
-    def _work_back(self, at: _At) -> tuple[_At | None, list[str]]:
-        head, idle = self._heads(at.phase)[at.k, at.task], self.phases[at.phase][1]
-        for place in np.flatnonzero(self.side.places == at.task).tolist():
+    def _work_back(self, figure: _Figure) -> tuple[_Figure | None, list[str]]:
+        head, idle = self.phases[figure.phase].heads_us[figure.k, figure.task], self.phases[figure.phase].idle_us
+        for place in np.flatnonzero(self.side.places == figure.task).tolist():
             lines = self.headroom.least[place]
-            work = lines[:, 0] + lines[:, 1] * at.k
-            if idle[at.k, place] + max(0, int(np.ceil(work.max() - 1e-9))) == head:
-                return at._replace(place=place), [self._word("work", place, int(work.argmax()))]
+            work = lines[:, 0] + lines[:, 1] * figure.k
+            if idle[figure.k, place] + max(0, int(np.ceil(work.max() - 1e-9))) == head:
+                return figure._replace(place=place), [self._word("work", place, int(work.argmax()))]
         raise NoReasonError
 
-    def _idle_back(self, at: _At) -> tuple[_At | None, list[str]]:
-        idle, rank, words = self.phases[at.phase][1], self.rank_of[at.place], [self._name(at)]
-        value, first = idle[at.k, at.place], int(self.side.first_place[rank])
-        heads, tasks = self._heads(at.phase - 1), self.side.tasks_on(rank).tolist()
+    def _idle_back(self, figure: _Figure) -> tuple[_Figure | None, list[str]]:
+        idle, rank, words = self.phases[figure.phase].idle_us, self.rank_of[figure.place], [self._name(figure)]
+        value, first = idle[figure.k, figure.place], int(self.side.first_place[rank])
+        heads, tasks = self.phases[figure.phase - 1].heads_us, self.side.tasks_on(rank).tolist()
         used = [place for place, task in enumerate(tasks, first) if self.side.counts[task]]
         if value <= min(heads[0, self.side.places[place]] for place in used):
             return None, [*words, f"first@{rank}"]
-        if at.phase > 2 and self.phases[at.phase - 2][1][at.k, at.place] == value:
-            return at._replace(phase=at.phase - 2), []
+        if figure.phase > 2 and self.phases[figure.phase - 2].idle_us[figure.k, figure.place] == value:
+            return figure._replace(phase=figure.phase - 2), []
         frees = [heads[0, self.side.places[place]] for place in used if self.headroom.frees[place]]
-        if self.headroom.frees[at.place] and value == min(frees) - self.headroom.fill_us[rank]:
-            return None, [*words, self._word("frees", at.place, price_of_fill(self.side, rank))]
-        if at.k and idle[at.k - 1, at.place] == value:
-            return at._replace(k=at.k - 1), words
-        for place, task in enumerate(tasks[: at.place - first], first):
-            if self.side.after[task, at.task] and idle[at.k, place] == value:
-                return at._replace(task=task, place=place), words
-        for arc, over in self._arcs(at):
-            if arc[PLACE] == at.place and idle[over - 1, arc[SOURCE_PLACE]] == value:
-                return _At(at.phase, int(arc[SOURCE_TASK]), over - 1, int(arc[SOURCE_PLACE])), words
-        lines = self.headroom.most[at.place]
-        work = lines[:, 0] + lines[:, 1] * at.k
-        if heads[at.k, at.task] - int(np.floor(work.min() + 1e-9)) == value:
-            return _At(at.phase - 1, at.task, at.k), [self._word("idle", at.place, int(work.argmin()))]
+        if self.headroom.frees[figure.place] and value == min(frees) - self.headroom.fill_us[rank]:
+            return None, [*words, self._word("frees", figure.place, price_of_fill(self.side, rank))]
+        if figure.k and idle[figure.k - 1, figure.place] == value:
+            return figure._replace(k=figure.k - 1), words
+        for place, task in enumerate(tasks[: figure.place - first], first):
+            if self.side.after[task, figure.task] and idle[figure.k, place] == value:
+                return figure._replace(task=task, place=place), words
+        for arc, over in self._arcs(figure):
+            if arc[PLACE] == figure.place and idle[over - 1, arc[SOURCE_PLACE]] == value:
+                return _Figure(figure.phase, int(arc[SOURCE_TASK]), over - 1, int(arc[SOURCE_PLACE])), words
+        lines = self.headroom.most[figure.place]
+        work = lines[:, 0] + lines[:, 1] * figure.k
+        if heads[figure.k, figure.task] - int(np.floor(work.min() + 1e-9)) == value:
+            return _Figure(figure.phase - 1, figure.task, figure.k), [
+                self._word("idle", figure.place, int(work.argmin()))
+            ]
         raise NoReasonError
 
     def _word(self, what: str, place: int, price: int) -> str:

@@ -168,19 +168,15 @@ def _step_end_tails(problem: Problem) -> Integers:
 def find_heads(side: Side, headroom: MemoryHeadroom, beginning: int | None = None, alone: bool = False) -> Heads:
     """Heads and idle times, counted from the step's beginning or from the first op of the rank `beginning`.
 
-    Args:
-        side: The problem, seen from one end.
-        headroom: What memory limits make its places wait for.
-        beginning: A rank; None counts from the beginning of the step.
-        alone: Find the idle times of the rank `beginning` only, not those of all `ranks_after` it.
+    `alone`: the idle times of the rank `beginning` only, not those of all `ranks_after` it.
     """
     *_, last = _phases(side, headroom, beginning, alone)
     return last
 
 
-def heads_by_phase(side: Side, headroom: MemoryHeadroom) -> list[tuple[Integers, Integers]]:
-    """(heads, idle times) as `find_heads` has them from the step's beginning: first, and after each of its phases."""
-    return [(heads.heads_us.copy(), heads.idle_us.copy()) for heads in _phases(side, headroom, None, False)]
+def heads_by_phase(side: Side, headroom: MemoryHeadroom) -> list[Heads]:
+    """As `find_heads` has them from the step's beginning: first, and after each of its phases."""
+    return [Heads(heads.heads_us.copy(), heads.idle_us.copy()) for heads in _phases(side, headroom, None, False)]
 
 
 def _phases(side: Side, headroom: MemoryHeadroom, beginning: int | None, alone: bool) -> Iterator[Heads]:

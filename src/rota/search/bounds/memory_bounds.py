@@ -269,14 +269,14 @@ def refuse_too_little_memory(problem: Problem) -> None:
 
 def _describe_need(placement: Placement, need: Need) -> str:
     static = placement.static_bytes[need.rank]
-    what = "parameters, gradients and optimizer alone"
+    use = "parameters, gradients and optimizer alone"
     if need.task >= 0:
-        what = f"{placement.tasks[need.task]} of a single micro-batch"
+        use = f"{placement.tasks[need.task]} of a single micro-batch"
     elif _is_left_behind(placement, need):
-        what = f"what its micro-batches leave behind: {need.num_bytes - static} bytes that no op frees"
+        use = f"what its micro-batches leave behind: {need.num_bytes - static} bytes that no op frees"
     return (
         f"rank {need.rank} needs at least {need.num_bytes} bytes ({size_text(need.num_bytes)}; {size_text(static)} of "
-        f"them static) for {what}"
+        f"them static) for {use}"
     )
 
 

@@ -52,8 +52,8 @@ def prices_of(side: Side) -> Floats:
                 j = parents[j]
         ordered = sorted(candidates)
         picked = np.linspace(0, len(ordered) - 1, min(len(ordered), _MOST_PRICES - 1)).astype(int)
-        for i, at in enumerate(picked):
-            prices[rank, i + 1] = ordered[at]
+        for i, index in enumerate(picked):
+            prices[rank, i + 1] = ordered[index]
     return prices
 
 

@@ -16,7 +16,7 @@ from rota.search.critical_path import CriticalPath
 from rota.search.exact import cpsat
 from rota.search.exact.ordering import Ordering, Window, step_ends_in
 from rota.search.exact.step_points import Gaps, StepPoints
-from rota.search.exact.transfer_memory import Carry, Level, Times
+from rota.search.exact.transfer_memory import Level, Times
 from rota.search.problem import NO_LIMIT, Orders, Problem
 from rota.search.transfer_levels import counting_transfers
 
@@ -43,23 +43,14 @@ def solve(
     *,
     transfers: Literal["not counted", "as in a plan", "with waits"] = "not counted",
 ) -> Exact:
-    """Looks for orders better than `best`, and for a proof that there are none.
+    """Looks for orders better than the best known, if any, which fit, and for a proof that there are none.
 
-    Args:
-        problem: The step.
-        objective: What is minimized.
-        best: The best orders known, which fit; None: none are known.
-        bound_us: A lower bound for all orders.
-        budget: What CP-SAT may spend.
-        seed: Of CP-SAT.
-        transfers: Whether what transfers hold is counted, by time, which small steps allow. "as in a plan": ops start
-            as soon as they can, and the bound holds for all plans in which each task does its micro-batches in turn;
-            where transfers hold bytes, out of turn may be faster. "with waits": ops may start later than they can,
-            which is easier to solve: the bound holds for every plan, but the orders may not fit when ops start as
-            soon as they can.
+    `transfers` says whether what they hold is counted, by time, which small steps allow. "as in a plan": ops start as
+    soon as they can, and the bound holds for all plans in which each task does its micro-batches in turn; where
+    transfers hold bytes, out of turn may be faster. "with waits": ops may start later than they can, which is easier to
+    solve: the bound holds for every plan, but the orders may not fit when ops start as soon as they can.
 
-    Returns:
-        The orders and a lower bound. When no orders fit at all, the bound is longer than any step.
+    When no orders fit at all, the bound is longer than any step.
     """
     is_counted = transfers != "not counted"
     critical_path = CriticalPath(counting_transfers(problem) if is_counted else problem, objective == "span")
@@ -142,10 +133,10 @@ def _count_transfers(ordering: Ordering, gaps: Gaps, problem: Problem) -> None:
     peak = {node: int(problem.peak_bytes[task]) for node, task in window.task_of.items()}
     for rank, row in enumerate(window.rows):
         carries = [
-            Carry.of(carried, *nodes)
+            carried.between(*nodes)
             for carried in problem.lowered.carried
-            if carried.rank == rank and carried.since.task in window.nodes_of
-            for nodes in zip(window.nodes_of[carried.since.task], window.nodes_of[carried.until.task], strict=True)
+            if carried.rank == rank and carried.since.op in window.nodes_of
+            for nodes in zip(window.nodes_of[carried.since.op], window.nodes_of[carried.until.op], strict=True)
         ]
         if carries and problem.limits_bytes[rank] != NO_LIMIT:
             for level in Level(times, row, carries).all(held, peak):

@@ -99,8 +99,8 @@ class Window:
         for (source, target), lag in problem.lags_us.items():
             if source in self.nodes_of and target in self.nodes_of:
                 shift = int(problem.first_node[target] - problem.first_node[source])
-                others = self.nodes_of[target]
-                nodes = (node for node in self.nodes_of[source] if node + shift in others)
+                targets = self.nodes_of[target]
+                nodes = (node for node in self.nodes_of[source] if node + shift in targets)
                 edges += [(node, node + shift, lag * self.critical_path.ticks) for node in nodes]
         for nodes_ in self.nodes_of.values():
             edges += [(a, b, 0) for a, b in pairwise(nodes_)]
@@ -304,9 +304,9 @@ class Ordering:
             self.require_end(self.ends[node] + tail)
         for ends, later_us in self.window.step_ends:
             for i, end in enumerate(ends):
-                others = [(other, self._is_later(end, other, j > i)) for j, other in enumerate(ends) if j != i]
+                later = [(other, self._is_later(end, other, j > i)) for j, other in enumerate(ends) if j != i]
                 follow = cp_model.LinearExpr.weighted_sum(
-                    [is_later for _, is_later in others], [other.reduce_us * self.ticks for other, _ in others]
+                    [is_later for _, is_later in later], [other.reduce_us * self.ticks for other, _ in later]
                 )
                 follow += (end.reduce_us + later_us) * self.ticks
                 self.require_end(follow)

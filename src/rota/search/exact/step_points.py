@@ -68,8 +68,8 @@ class StepPoints:
         """Whether `early` comes before `late`, or at the same time."""
         places = self._places[id(early)], self._places[id(late)]
         if places not in self._literals:
-            known = self._known(*places)
-            self._literals[places] = self._order.is_until(early, late) if known is None else int(known)
+            order = self._known(*places)
+            self._literals[places] = self._order.is_until(early, late) if order is None else int(order)
         return self._literals[places]
 
     def add_implications(self) -> None:
@@ -79,10 +79,10 @@ class StepPoints:
         for (early, late), literal in literals.items():
             sooner = early._replace(node=early.node - 1), late
             later = early, late._replace(node=late.node + 1)
-            for others, (a, b) in ((sooner, (early.node - 1, early.node)), (later, (late.node, late.node + 1))):
-                other = literals.get(others)
-                if other is not None and window.task_of[a] == window.task_of[b]:
-                    model.add_implication(literal, other)
+            for pair, (a, b) in ((sooner, (early.node - 1, early.node)), (later, (late.node, late.node + 1))):
+                implied = literals.get(pair)
+                if implied is not None and window.task_of[a] == window.task_of[b]:
+                    model.add_implication(literal, implied)
             self._relate(literal, early, late)
 
     def _relate(self, literal: Any, early: _Place, late: _Place) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ortools.sat.python import cp_model
 
 from rota.core.stopping import look
-from rota.search.lowering import Carried
+from rota.search.lowering import Carried, Instant
 
 _S_PER_LITERAL = 1e-4  # nominal seconds per literal
 
@@ -24,28 +24,6 @@ class TimePoint(NamedTuple):
 
     offset: Any
     round: Any
-
-
-class After(NamedTuple):
-    """`lag_us` after a node's end; less than 0 is before it."""
-
-    node: int
-    lag_us: int
-
-
-class Carry(NamedTuple):
-    """A transfer's bytes on one of its ranks, which has them from `since` until `until`."""
-
-    num_bytes: int
-    since: After
-    until: After
-    is_sent: bool  #: the rank in question sends it; else it receives it, until an op of its own ends
-
-    @classmethod
-    def of(cls, carried: Carried, since: int, until: int) -> Carry:
-        """What is carried of one micro-batch, which begins by node `since` and ends by node `until`."""
-        begun, over = After(since, carried.since.lag_us), After(until, carried.until.lag_us)
-        return cls(carried.num_bytes, begun, over, carried.is_sent)
 
 
 @dataclass(frozen=True)
@@ -90,7 +68,7 @@ class PointOrder:
 class Level:
     """What a rank holds at a point of time: CP-SAT terms, for nodes that do not overlap."""
 
-    def __init__(self, times: Times, nodes: Sequence[int], carries: Sequence[Carry]) -> None:
+    def __init__(self, times: Times, nodes: Sequence[int], carries: Sequence[Carried]) -> None:
         self.nodes, self.carries = nodes, carries
         self.times, self.starts, self.before = times, times.starts, times.before
         self._points: dict[tuple[int, int], TimePoint] = {}
@@ -101,8 +79,8 @@ class Level:
             if held_bytes[node] > 0 or peak_bytes[node] > 0:
                 yield self._at(_AtStart(self, node), held_bytes, peak_bytes)
         for since, is_sent in sorted({(carry.since, carry.is_sent) for carry in self.carries}):
-            follows = is_sent and self.times.duration_us(since.node) > 0
-            yield self._at(_AtEnd(self, since.node) if follows else _Elsewhere(self, since), held_bytes, peak_bytes)
+            follows = is_sent and self.times.duration_us(since.op) > 0
+            yield self._at(_AtEnd(self, since.op) if follows else _Elsewhere(self, since), held_bytes, peak_bytes)
 
     def _at(self, place: _AtStart | _AtEnd | _Elsewhere, held: Mapping[int, int], peak: Mapping[int, int]) -> Any:
         """How often each thing has begun less how often it has ended, by its size."""
@@ -116,10 +94,10 @@ class Level:
             if peak[node]:
                 level += peak[node] * (place.started(node) - place.ended(node))
         for carry in self.carries:
-            node, since, until = carry.since.node, carry.since, carry.until
+            node, since, until = carry.since.op, carry.since, carry.until
             follows = carry.is_sent and self.times.duration_us(node) > 0
             begun = place.ended(node) if follows else place.passed(self.later(*since))
-            over = place.passed(self.later(*until)) if carry.is_sent else place.ended(until.node)
+            over = place.passed(self.later(*until)) if carry.is_sent else place.ended(until.op)
             level += carry.num_bytes * (begun - over)
         return level
 
@@ -155,16 +133,15 @@ class _AtEnd:
     node: int
 
     def started(self, node: int) -> Any:
-        here, starts = self.level.later(self.node, 0), self.level.starts
+        end, starts = self.level.later(self.node, 0), self.level.starts
         done = 1 if node == self.node else self.level.before(node, self.node)
-        return done - starts[node].round - (here.round - starts[self.node].round)
+        return done - starts[node].round - (end.round - starts[self.node].round)
 
-    def ended(self, node: int) -> Any:
-        return self.started(node)
+    ended = started
 
     def passed(self, point: TimePoint) -> Any:
-        here = self.level.later(self.node, 0)
-        return (1 if point is here else self.level.times.is_until(point, here)) - point.round
+        end = self.level.later(self.node, 0)
+        return (1 if point is end else self.level.times.is_until(point, end)) - point.round
 
 
 @dataclass(frozen=True)
@@ -175,21 +152,21 @@ class _Elsewhere:
     """
 
     level: Level
-    since: After
+    since: Instant
 
     @property
-    def here(self) -> TimePoint:
+    def instant(self) -> TimePoint:
         return self.level.later(*self.since)
 
     def started(self, node: int) -> Any:
         start = self.level.starts[node]
-        return 1 - self.level.times.is_until(self.here, start) - start.round
+        return 1 - self.level.times.is_until(self.instant, start) - start.round
 
     def ended(self, node: int) -> Any:
         end = self.level.later(node, 0)
         if self.level.times.duration_us(node):
             return self.passed(end)
-        return 1 - self.level.times.is_until(self.here, end) - end.round  # at one instant, transfers start first
+        return 1 - self.level.times.is_until(self.instant, end) - end.round  # at one instant, transfers start first
 
     def passed(self, point: TimePoint) -> Any:
-        return (1 if point is self.here else self.level.times.is_until(point, self.here)) - point.round
+        return (1 if point is self.instant else self.level.times.is_until(point, self.instant)) - point.round

@@ -24,18 +24,10 @@ _HEATS = (0.1, 0.3)  # in turn: by how many mean ops a move may readily lengthen
 
 
 def improve(climb: Climb, orders: Orders, bound_us: int, budget: Budget, seed: int = 0) -> Orders:
-    """Local search until the budget is used up or the objective is at its bound.
+    """The best orders found by local search, until the budget or the gap to the bound is 0.
 
-    Args:
-        climb: Over policies of the problem, to go on with. It says what is minimized; where that is equal, the other
-            one of makespan and span counts.
-        orders: Where to begin. They fit and have no cycle; so do all orders that are found.
-        bound_us: A lower bound for the objective.
-        budget: What the search may spend.
-        seed: Of the random moves.
-
-    Returns:
-        The best orders found, or `orders`.
+    `climb`, to go on with, says what is minimized; where that is equal, the other one of makespan and span counts.
+    `orders`, where it begins, fit and have no cycle; so do all orders that are found. Moves are drawn by `seed`.
     """
     search = _Improvement(climb, orders, bound_us, budget, seed)
     with suppress(Stopped):

@@ -35,18 +35,9 @@ def improve(
     budget: Budget,
     seed: int = 0,
 ) -> Orders:
-    """Re-orders one window after the other, until the budget is used up or the objective is at its bound.
+    """The best orders found by re-ordering one window after the other, until the budget or the gap to the bound is 0.
 
-    Args:
-        problem: The step.
-        orders: Where to begin. They fit and have no cycle; so do all orders that are found.
-        objective: What is minimized.
-        bound_us: A lower bound for it.
-        budget: What the search may spend.
-        seed: Of the choice of windows, and of CP-SAT.
-
-    Returns:
-        The best orders found, or `orders`.
+    `orders`, where it begins, fit and have no cycle; so do all orders that are found. The windows are chosen by `seed`.
     """
     critical_path, turn, size = CriticalPath(problem, objective == "span"), Random(seed), float(_FIRST_SIZE)
     paths = critical_path.paths(orders)
@@ -150,13 +141,13 @@ def _add_paths(critical_path: CriticalPath, paths: Paths, heads: dict[int, int],
     first, lengths, ticks = problem.first_node.tolist(), critical_path.lengths.tolist(), critical_path.ticks
     for node, task in zip(list(heads), problem.task_of[list(heads)].tolist(), strict=True):
         for source, lag in problem.inputs[task].reshape(-1, 2).tolist():
-            other = node - first[task] + first[source]
-            if other not in heads:
-                heads[node] = max(heads[node], int(starts[other]) + lengths[source] + lag * ticks)
+            neighbour = node - first[task] + first[source]
+            if neighbour not in heads:
+                heads[node] = max(heads[node], int(starts[neighbour]) + lengths[source] + lag * ticks)
         for target, lag in problem.outputs[task].reshape(-1, 2).tolist():
-            other = node - first[task] + first[target]
-            if other not in heads:
-                tails[node] = max(tails[node], lag * ticks + lengths[target] + int(tails_of[other]))
+            neighbour = node - first[task] + first[target]
+            if neighbour not in heads:
+                tails[node] = max(tails[node], lag * ticks + lengths[target] + int(tails_of[neighbour]))
 
 
 def _replaced(paths: Paths, window: Window, rows: list[list[int]]) -> list[list[int]]:
@@ -165,7 +156,7 @@ def _replaced(paths: Paths, window: Window, rows: list[list[int]]) -> list[list[
     for old, before, row in zip(paths.rows, window.rows, rows, strict=True):
         nodes: list[int] = old.tolist()
         if row:
-            at = nodes.index(before[0])
-            nodes[at : at + len(row)] = row
+            first = nodes.index(before[0])
+            nodes[first : first + len(row)] = row
         result.append(nodes)
     return result

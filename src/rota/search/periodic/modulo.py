@@ -20,7 +20,7 @@ from rota.core.stopping import look
 from rota.core.tasks import scalar
 from rota.search.budget import Budget
 from rota.search.exact import cpsat
-from rota.search.exact.transfer_memory import Carry, Level, PointOrder, TimePoint, Times
+from rota.search.exact.transfer_memory import Level, PointOrder, TimePoint, Times
 from rota.search.periodic.loop import Loop
 from rota.search.periodic.retiming import Rhythm, Wait, retime
 
@@ -202,7 +202,7 @@ class Period:
         held = {i: scalar(tasks[i // u].held_bytes) for i in nodes}
         peak = {i: scalar(tasks[i // u].peak_bytes) for i in nodes}
         carries = [
-            Carry.of(carried, carried.since.task * u + j, carried.until.task * u + j)
+            carried.between(carried.since.op * u + j, carried.until.op * u + j)
             for carried in self.loop.carried[rank]
             for j in range(u)
         ]
@@ -216,8 +216,12 @@ class Period:
             level = Level(self.times, nodes, carries)
             for held_now in level.all(held, peak):
                 self.model.add(held_now <= most)
-        else:
-            self._add_levels(nodes, held, peak, most)
+        else:  # what is held follows from orders alone
+            base = -sum(held[i] * self.rounds[i] for i in nodes)
+            for b in nodes:
+                if held[b] > 0 or peak[b] > 0:
+                    earlier = sum(held[c] * self.before[c, b] for c in nodes if c != b and held[c])
+                    self.model.add(base + earlier + max(held[b], 0) + peak[b] <= most)
         sizes = [*map(abs, held.values()), *(carry.num_bytes for carry in carries)]
         byte_us = sum(sizes) * (self.most_rounds + 2) + sum(peak.values()) + (limit or 0)
         if limit is not None and byte_us * self.interval.period_us < _TOO_LARGE:
@@ -239,14 +243,6 @@ class Period:
         more = self.model.new_int_var(0, later // T + 1, f"k{node}+{later}")
         self.model.add(offset + T * more == self.offsets[node] + later)
         return TimePoint(offset, self.rounds[node] + more)
-
-    def _add_levels(self, nodes: Sequence[int], held: dict[int, int], peak: dict[int, int], most: Any) -> None:
-        """Where transfers hold nothing, what is held follows from orders alone."""
-        base = -sum(held[i] * self.rounds[i] for i in nodes)
-        for b in nodes:
-            if held[b] > 0 or peak[b] > 0:
-                earlier = sum(held[c] * self.before[c, b] for c in nodes if c != b and held[c])
-                self.model.add(base + earlier + max(held[b], 0) + peak[b] <= most)
 
     def _add_latency(self) -> None:
         if self.goal == "any" and self.interval.latency_us is None:

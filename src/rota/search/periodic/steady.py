@@ -293,8 +293,7 @@ def _one_by_one(loop: Loop) -> Rhythm | None:
     if starts is None or not fits(loop.problem, orders):
         return None
     period_us = max(int((starts + loop.problem.durations_us).max()) + max(loop.problem.lags_us.values(), default=0), 1)
-    place = {task: i for i, task in enumerate(loop.problem.topological)}
-    return Rhythm(period_us, tuple(starts.tolist()), tuple(place[task] for task in range(loop.num_tasks)))
+    return Rhythm(period_us, tuple(starts.tolist()), tuple(np.argsort(loop.problem.topological).tolist()))
 
 
 class _Search:
