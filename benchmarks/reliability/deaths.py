@@ -162,13 +162,13 @@ def _in_backward(here: Here) -> None:
 
 def _sending(here: Here) -> None:
     """Once it has sent something."""
-    send = here.pipeline._engine.here.transport._send
+    send = here.pipeline._engine.here.transport.send
 
     def send_and_die(*arguments: Any) -> None:
         send(*arguments)
         here.die()
 
-    here.pipeline._engine.here.transport._send = send_and_die  # type: ignore[method-assign]
+    here.pipeline._engine.here.transport.send = send_and_die  # type: ignore[method-assign]
 
 
 def _reducing(here: Here) -> None:

@@ -30,13 +30,13 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     ours, theirs = control.make_pair()
     for name, value in control.environment_of(theirs.fileno(), os.getpid()).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(control, "_line", None)
+    monkeypatch.setattr(control, "_connection", None)
     assert control.connect() == os.getpid()
     yield ours
     ours.close()
     theirs.detach()
-    assert control._line is not None
-    control._line.connection.close()  # by the same number
+    assert control._connection is not None
+    control._connection.close()  # by the same number
 
 
 def send(number: int) -> None:

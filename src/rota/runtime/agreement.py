@@ -147,7 +147,7 @@ class Brought(NamedTuple):
     count_flags: Sequence[int]  # see `LossCounts.flags`
 
 
-class Begun(NamedTuple):
+class Agreed(NamedTuple):
     """What all ranks agreed on before a run."""
 
     with_layouts: bool  # values are sent with their layouts
@@ -176,7 +176,7 @@ class Agreement:
         check_data: str,
     ) -> None:
         self._processes, self._transport, self._watched = processes, transport, watched
-        self._names, self._mine = processes.names, dist.get_rank()
+        self._names, self._process = processes.names, dist.get_rank()
         self._loss_scale, self._dynamic_shapes = loss_scale, dynamic_shapes
         self._check_data = check_data
         self._is_checked: set[bool] = set()  # what was given to a step, and to an evaluation
@@ -187,7 +187,7 @@ class Agreement:
         """All processes' `number`s of 0 or more, inf or nan, if all make this `call`. `doing`: see `_all_reduce`."""
         return self._all_reduce(call, doing, number=number).numbers
 
-    def begin(self, ready: ReadyPlan, batch: Batch, brought: Brought) -> Begun:
+    def begin(self, ready: ReadyPlan, batch: Batch, brought: Brought) -> Agreed:
         """Before a run: whether layouts may be new, and one seed for all.
 
         Raises PipelineError, on all processes, if their calls, plans, scales or gradient scalers differ, or if what
@@ -213,7 +213,7 @@ class Agreement:
             batch = replace(batch, shares=shares, padding=padding)
         processes = enumerate(self._processes.pipeline_processes)
         asking = [rank for rank, process in processes if row.calls[process] is Call.FORWARD]
-        return Begun(bool(layouts), seed, asking, batch, others[NUM_UPDATE_FLAGS:], -most_running)
+        return Agreed(bool(layouts), seed, asking, batch, others[NUM_UPDATE_FLAGS:], -most_running)
 
     def _knows_weights(self, ready: ReadyPlan, batch: Batch) -> bool:
         """Whether this rank knows what each micro-batch weighs without asking the others."""
@@ -245,9 +245,9 @@ class Agreement:
         size = len(self._names)
         row = [0] * (_NUM_FLAGS + 3 * size)
         row[: len(flags)] = flags
-        row[_NUM_FLAGS + self._mine] = int(call)
-        row[_NUM_FLAGS + size + self._mine] = bits_of(number)
-        row[_NUM_FLAGS + 2 * size + self._mine] = plan
+        row[_NUM_FLAGS + self._process] = int(call)
+        row[_NUM_FLAGS + size + self._process] = bits_of(number)
+        row[_NUM_FLAGS + 2 * size + self._process] = plan
         maxima = torch.tensor(row, device="cpu")
         self._transport.all_reduce(maxima, dist.ReduceOp.MAX, doing)
         row = maxima.tolist()

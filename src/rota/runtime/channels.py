@@ -12,7 +12,7 @@ messages all share one stream per pair, and both directions would wait for each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -97,8 +97,8 @@ class Channels:
         """
         if with_layout and not passage.value[1]:
             self.formats[passage.value] = Format(self._hosts.receive_layout(passage.message))
-        form, wanted = expected(self.formats, passage.value)
-        buffers = [torch.empty(shape, dtype=dtype, device=self._where) for shape, dtype in wanted]
+        form, shapes = expected(self.formats, passage.value)
+        buffers = [torch.empty(shape, dtype=dtype, device=self._where) for shape, dtype in shapes]
         mark = self._mark_on(stream)
         self._buffers[passage] = buffers, form, mark
         return mark
@@ -134,11 +134,9 @@ class Channels:
 
     def sending(self, passage: Passage, with_layout: bool) -> Callable[[Any, Any], Mark]:
         """What enqueues the send of a value on a stream in each step, and returns the mark behind it."""
-        return (
-            partial(self._send_gradients, passage)
-            if passage.value[1]
-            else partial(self._send_value, passage, with_layout)
-        )
+        if passage.value[1]:
+            return partial(self._send_gradients, passage)
+        return partial(self._send_value, passage, with_layout)
 
     def _send_value(self, passage: Passage, with_layout: bool, value: Any, stream: Any) -> Mark:
         layout, tensors = outgoing(self.formats, passage.message, value, with_layout)
@@ -190,7 +188,7 @@ def _open(plan: Plan, device: QueuedDevice, processes: Processes) -> dict[Pair, 
     host until the other side does the same: so it must not be one of a step.
     """
     backends: dict[Pair, tuple[Any, Any]] = {}
-    for pair in _pairs(plan):
+    for pair in sorted({(route.sender, route.receiver) for route in plan.placement.routes}):
         with collective(f"opening the channel from rank {pair[0]} to rank {pair[1]}"):
             group = processes.of_ranks(pair, device.backend)
             if group is None:
@@ -201,7 +199,3 @@ def _open(plan: Plan, device: QueuedDevice, processes: Processes) -> dict[Pair, 
             device.synchronize()
         backends[pair] = backend, options
     return backends
-
-
-def _pairs(plan: Plan) -> Iterable[Pair]:
-    return sorted({(route.sender, route.receiver) for route in plan.placement.routes})

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -68,14 +68,8 @@ def received(ours: socket.socket) -> tuple[list[Message], bool]:
 # --- the rank's side --------------------------------------------------------------------------------------------------
 
 
-class _Line(NamedTuple):
-    """The connection to the supervisor, and the process that has it: a forked one has the socket, too."""
-
-    connection: socket.socket
-    process: int
-
-
-_line: _Line | None = None
+_connection: socket.socket | None = None
+_process = 0  # whose connection it is: a forked one has the socket, too
 _is_asked = False
 
 
@@ -84,33 +78,33 @@ def connect() -> int | None:
 
     None if no supervisor started this process.
     """
-    global _line, _is_asked
+    global _connection, _process, _is_asked
     if (line := os.environ.pop(_CONTROL, None)) is None:
         return None
     number, supervisor = map(int, line.split())
     os.set_inheritable(number, False)
-    _line, _is_asked = _Line(socket.socket(fileno=number), os.getpid()), False
+    _connection, _process, _is_asked = socket.socket(fileno=number), os.getpid(), False
     return supervisor
 
 
 def is_connected() -> bool:
     """Whether a supervisor has started this process, and shows what all ranks of this machine write."""
-    return _line is not None and _line.process == os.getpid()
+    return _connection is not None and _process == os.getpid()
 
 
 def report(event: Event, words: str = "", step: int = 0, training: str = "") -> None:
     """Report to the supervisor, if there is one; only the first `_MOST_CHARACTERS` of the words."""
-    if _line is not None and is_connected():
+    if _connection is not None and is_connected():
         words = words[:_MOST_CHARACTERS].encode(errors="replace").decode()
         data = msgspec.json.encode(Message(event, words, step, training))
         with suppress(OSError):  # if the supervisor is gone, this rank is ended; if it is stopped, this must not block
-            _line.connection.send(data, socket.MSG_DONTWAIT)
+            _connection.send(data, socket.MSG_DONTWAIT)
 
 
 def stop_is_asked() -> bool:
     """Whether the supervisor has asked this rank to end after the step that is running."""
     global _is_asked
-    if _line is not None and is_connected() and not _is_asked:
+    if _connection is not None and is_connected() and not _is_asked:
         with suppress(OSError):
-            _is_asked = _line.connection.recv(_MOST_BYTES, socket.MSG_DONTWAIT) == STOP
+            _is_asked = _connection.recv(_MOST_BYTES, socket.MSG_DONTWAIT) == STOP
     return _is_asked and is_connected()

@@ -21,23 +21,15 @@ from rota.core.errors import FormatError
 
 
 class Source(Protocol):
-    """What a weight is read from: a tensor of a folder, or what is made of several."""
+    """What a weight is read from: a tensor of a folder, or what is made of several.
 
-    @property
-    def path(self) -> Path:
-        """A file that it is in."""
+    `path`: a file that it is in. `dtype`: a text if PyTorch has none like it.
+    """
 
-    @property
-    def name(self) -> str:
-        """Its name, for messages."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> torch.dtype | str:
-        """Its dtype; a text if PyTorch has none like it."""
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
 
     def read(self) -> torch.Tensor:
         """Its values."""
@@ -60,13 +52,13 @@ class _Converter:
         """What it makes, without values. Raises FormatError."""
         names = ", ".join(reading.printable(source.name) for _, source in self.parts[:3])
         try:
-            made = self.run(torch.empty(source.shape, dtype=source.dtype, device="meta") for _, source in self.parts)  # type: ignore[arg-type]
+            weights = self.run(torch.empty(source.shape, dtype=source.dtype, device="meta") for _, source in self.parts)  # type: ignore[arg-type]
         except Exception as error:
             raise FormatError(
                 f"{self.parts[0][1].path}: transformers cannot make {self.first} of {names} and others of their "
                 f"pattern ({type(error).__name__}: {error}); make the model that the folder is of"
             ) from error
-        for name, value in made.items():
+        for name, value in weights.items():
             yield _Converted(self.parts[0][1].path, name, tuple(value.shape), value.dtype, self)
 
     def run(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -74,19 +66,19 @@ class _Converter:
         transform = copy.deepcopy(self.transform)
         for (pattern, source), tensor in zip(self.parts, tensors, strict=True):
             transform.add_tensor(self.first, source.name, pattern, tensor)
-        made = transform.convert(self.first, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        weights = transform.convert(self.first, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in weights.items()}
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Converted:
     """A weight that a converter makes."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | str
     converter: _Converter
 
     def read(self) -> torch.Tensor:
@@ -121,8 +113,8 @@ def converted(model: Any, stored: Mapping[str, S], known: Iterable[str]) -> dict
         else:
             _add(renamed, name if name in is_known else key, stored[key])
     for name, parts in groups.items():
-        for made in _Converter(model, by_pattern[parts[0][0]], name, parts).results():
-            _add(renamed, made.name, made)
+        for weight in _Converter(model, by_pattern[parts[0][0]], name, parts).results():
+            _add(renamed, weight.name, weight)
     return renamed
 
 

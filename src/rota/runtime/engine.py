@@ -21,7 +21,7 @@ from rota.core.plan import Plan
 from rota.core.simulation import check
 from rota.models import Stages
 from rota.models.elsewhere import free_elsewhere
-from rota.runtime.agreement import Agreement, Begun, Brought, Call, refuse_differences
+from rota.runtime.agreement import Agreed, Agreement, Brought, Call, refuse_differences
 from rota.runtime.channels import Channels
 from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.device.choosing import device_at, placed_on
@@ -33,6 +33,7 @@ from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.losses import LossFn, refuse_weights
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
+from rota.runtime.microbatches import refuse_writes_to_shared
 from rota.runtime.plans import ReadyPlan, ReadyPlans, for_all_streams, refuse_other_cuts, refuse_unsupported
 from rota.runtime.process_group import clock_offset_ns, join, leave
 from rota.runtime.recorder import Record
@@ -145,11 +146,11 @@ class Engine:
         is_here_alone = False  # whether what is raised is raised on this rank only
         try:
             with step_seed(self.here.device) as seed, self.watchdog.watching(execution.doing):
-                begun = self._agree(call, ready, batch, seed, scale)
+                agreed = self._agree(call, ready, batch, seed, scale)
                 is_here_alone = True
-                batch = self._run_ops(call, ready, begun, watch)
+                batch = self._run_ops(call, ready, agreed, watch)
                 is_here_alone = False
-                loss = StepLoss.none()
+                loss = StepLoss()
                 if call.waits:
                     loss = self.step_results.finish(call, ready, batch)
                 else:
@@ -168,28 +169,28 @@ class Engine:
         if execution.trains and call.waits and not math.isfinite(loss.mean):
             with self.together(execution.doing):
                 self.step_results.refuse_nonfinite(ready, batch, loss.mean, self.watched.step)
-        return Ran(loss, begun.asking, handle)
+        return Ran(loss, agreed.asking, handle)
 
-    def _agree(self, call: Call, ready: ReadyPlan, batch: Batch, seed: int, scale: float) -> Begun:
+    def _agree(self, call: Call, ready: ReadyPlan, batch: Batch, seed: int, scale: float) -> Agreed:
         steps = self.step_results.begun
         report = self.updates.report() if call.is_step else Report()
         trains = ready.execution.trains
         flags = self.loss_counts.flags(batch.targets, report.has_changed) if trains else [0] * NUM_FLAGS
-        begun = self.agreement.begin(ready, batch, Brought(call, seed, scale, steps.num_ended(), report, flags))
-        self.stops.agreed |= steps.settle(begun.num_ended)
+        agreed = self.agreement.begin(ready, batch, Brought(call, seed, scale, steps.num_ended(), report, flags))
+        self.stops.agreed |= steps.settle(agreed.num_ended)
         steps.bound()
         if not trains:
-            return begun
-        return begun._replace(batch=replace(begun.batch, per_count=self.loss_counts.begin(begun.count_flags)))
+            return agreed
+        return agreed._replace(batch=replace(agreed.batch, per_count=self.loss_counts.begin(agreed.count_flags)))
 
-    def _run_ops(self, call: Call, ready: ReadyPlan, begun: Begun, watch: MemoryWatch | None) -> Batch:
-        execution, batch = ready.execution, begun.batch
+    def _run_ops(self, call: Call, ready: ReadyPlan, agreed: Agreed, watch: MemoryWatch | None) -> Batch:
+        execution, batch = ready.execution, agreed.batch
         if execution.trains and ready.reductions is not None:
-            self.gradients.begin(ready.reductions, call.syncs, begun.with_layouts)
-        seed = begun.seed + self.processes.replica
+            self.gradients.begin(ready.reductions, call.syncs, agreed.with_layouts)
+        seed = agreed.seed + self.processes.replica
         with self.updates.refused() if call.is_step else nullcontext():
-            execution.run(batch, seed, begun.with_layouts, self.watchdog.tick, watch)
-        ready.inputs.refuse_writes(batch)
+            execution.run(batch, seed, agreed.with_layouts, self.watchdog.tick, watch)
+        refuse_writes_to_shared(batch.split_inputs, batch.split_targets)
         self.gradients.finish(execution, call.syncs)
         return batch
 

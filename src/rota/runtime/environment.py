@@ -1,4 +1,4 @@
-"""The environment variables in which a launcher tells the ranks of this machine where they meet and what they are."""
+"""What surrounds a rank: the launcher's environment variables, the machine's cores, its parent and its user."""
 
 from __future__ import annotations
 
@@ -75,6 +75,11 @@ def loopback() -> str:
     if not names:
         raise PipelineError("this machine has no loopback interface, lo; bring it up with `ip link set lo up`")
     return names[0]
+
+
+def say(text: str) -> None:
+    """Print one line for the user."""
+    print(f"rota: {text}", file=sys.stderr, flush=True)
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -107,6 +107,8 @@ class Execution:
         modules = [stages[stage] for stage in plan.placement.stages_on(here.rank)]
         known = known if sizes and known is not None else KnownLayouts()
         self._layouts = Layouts(modules, sizes, known, self._keys_elsewhere())
+        #: The formats of activations, as of the last run with layouts, or as the caller set them.
+        self.formats = self._layouts.formats
         #: What a run does, by whether it learns layouts: then it waits for each, so it keeps the strict order.
         self._actions: dict[bool, list[Bound]] = {}
         self._slots: dict[ValueKey, int] = {}  # of values that are made here
@@ -125,11 +127,6 @@ class Execution:
         yield from (action.message.value for action in self._program.actions if action.message is not None)
         for op, (_, made) in self._values_of.items():
             yield from (key for key in made if op.kind is Kind.F and key[0] in self._program.unsent)
-
-    @property
-    def formats(self) -> dict[ValueKey, Format]:
-        """The formats of activations, as of the last run with layouts, or as the caller set them."""
-        return self._layouts.formats
 
     def is_new(self, batch: Batch) -> Literal[0, 1, 2]:
         """0: this rank knows the layouts of all its messages; 1: not all; 2: what all ranks know is to be forgotten."""

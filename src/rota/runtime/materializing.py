@@ -167,7 +167,7 @@ def _initialize(stages: Stages, stage: int, empty: dict[Tensor, str], init: Init
     for tensor in empty:
         _fill_with_mark(tensor)
     with random_state_kept(root):
-        for path, module, own in _wanted(
+        for path, module, own in _modules_with(
             root.root if isinstance(root, CarvedStage) else root, {*empty}, init is _reset
         ):
             torch.manual_seed(_seed(first_seed, stages, stage, path))
@@ -211,22 +211,22 @@ def _has_mark(tensor: Tensor) -> bool:
     return bool(marked.any())
 
 
-def _wanted(root: nn.Module, empty: set[Tensor], directly: bool) -> list[tuple[str, nn.Module, set[Tensor]]]:
+def _modules_with(root: nn.Module, empty: set[Tensor], directly: bool) -> list[tuple[str, nn.Module, set[Tensor]]]:
     """The modules, children first, that have such a tensor in them, or hold one themselves; with those that they own.
 
     Of the modules that hold one tensor, the first owns it.
     """
     modules = [*root.named_modules()]
-    wanted, owned = dict[str, set[Tensor]](), set[Tensor]()
+    owned_by, owned = dict[str, set[Tensor]](), set[Tensor]()
     for path, module in modules:
         own = {tensor for tensor in _direct(module) if tensor in empty and tensor not in owned}
         if own:
             owned |= own
-            wanted[path] = own
+            owned_by[path] = own
             steps = path.split(".")
             for length in () if directly else range(len(steps)):
-                wanted.setdefault(".".join(steps[:length]), set())
-    return [(path, module, wanted[path]) for path, module in reversed(modules) if path in wanted]
+                owned_by.setdefault(".".join(steps[:length]), set())
+    return [(path, module, owned_by[path]) for path, module in reversed(modules) if path in owned_by]
 
 
 def _direct(module: nn.Module) -> list[Tensor]:

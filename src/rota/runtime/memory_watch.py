@@ -22,10 +22,10 @@ class LiveStorages:
         #: The most that was alive since this was last set to 0.
         self.peak_bytes = 0
 
-    def see(self, made: Any, known: Any = ()) -> None:
-        """Count the storages of all tensors in `made`, except those that are in `known`: views, or written in place."""
-        known_addresses = {*map(address_of, storages(known))}
-        for storage in storages(made):
+    def see(self, results: Any, arguments: Any = ()) -> None:
+        """Count the storages of all tensors in `results`, except those of `arguments`: views, or written in place."""
+        known_addresses = {*map(address_of, storages(arguments))}
+        for storage in storages(results):
             if (address := address_of(storage)) not in known_addresses:
                 _, before = self._alive.get(address, (None, 0))
                 self._alive[address] = StorageReference(storage), storage.nbytes()
@@ -45,9 +45,7 @@ class LiveStorages:
 
     def alive(self) -> dict[int, int]:
         """The bytes of each counted storage that is alive now, by address."""
-        expired = [at for at, (storage, _) in self._alive.items() if storage.is_expired]
-        for at in expired:
-            del self._alive[at]
+        self._alive = {at: counted for at, counted in self._alive.items() if not counted[0].is_expired}
         return {at: num_bytes for at, (_, num_bytes) in self._alive.items()}
 
 

@@ -165,17 +165,9 @@ class Processes:
         if backend == _HOSTS:
             self.everyone_on_device, self.replicas_on_device = self.everyone, self.replicas
             return
-        self.everyone_on_device = self._opened([[*range(dist.get_world_size())]], backend, device)
+        self.everyone_on_device = self._made([[*range(dist.get_world_size())]], backend, device)
         if self.num_replicas > 1:
-            self.replicas_on_device = self._opened(self._across, backend, device)
-
-    def _opened(self, enumeration: list[list[int]], backend: str, device: torch.device) -> Any:
-        """As `_made`. A group's first collective makes its communicator, for which the hosts wait: not in a step."""
-        own = self._made(enumeration, backend)
-        if own is not None:
-            with collective("opening process groups"):
-                dist.all_reduce(torch.zeros(1, device=device), group=own)
-        return own
+            self.replicas_on_device = self._made(self._across, backend, device)
 
     def of_everyone(self) -> dist.ProcessGroup:
         """A further group of all processes, for a thread of its own. Every process must call it."""
@@ -188,10 +180,9 @@ class Processes:
         `device`: for collectives of tensors there; None if the caller opens it.
         """
         ranks = [*ranks]
-        enumeration = [[pipeline[rank] for rank in ranks] for pipeline in self.pipelines]
-        return self._made(enumeration, backend) if device is None else self._opened(enumeration, backend, device)
+        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines], backend, device)
 
-    def _made(self, enumeration: list[list[int]], backend: str = _HOSTS) -> Any:
+    def _made(self, enumeration: list[list[int]], backend: str = _HOSTS, device: torch.device | None = None) -> Any:
         """Make all groups, in the same order on every process; returns this process's, None if it is in none."""
         with collective("making process groups"):
             groups = [dist.new_group(processes, self._timeout, backend=backend) for processes in enumeration]
@@ -199,6 +190,10 @@ class Processes:
         own = next((group for group, members in zip(groups, enumeration, strict=True) if process in members), None)
         if own is not None:
             (self._groups if backend == _HOSTS else self._groups_on_device).append(own)
+        if own is not None and device is not None:
+            # A group's first collective makes its communicator, for which the hosts wait: it must not be one of a step.
+            with collective("opening process groups"):
+                dist.all_reduce(torch.zeros(1, device=device), group=own)
         return own
 
     def abort_on_device(self, error: BaseException | None) -> None:

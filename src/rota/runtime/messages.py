@@ -57,8 +57,8 @@ def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: with_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        made = [with_tensors(item, tensors) for item in value]
-        return value._make(made) if hasattr(value, "_make") else type(value)(made)
+        parts = [with_tensors(item, tensors) for item in value]
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     return value
 
 

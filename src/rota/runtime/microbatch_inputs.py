@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -16,13 +15,13 @@ from rota.core.text import count_text
 from rota.models import Stages
 from rota.runtime.compute import Batch
 from rota.runtime.device.protocol import Number
+from rota.runtime.environment import say
 from rota.runtime.fingerprints import Fingerprints, fingerprints
 from rota.runtime.messages import over_tensors, tensors_in
 from rota.runtime.microbatches import (
     Microbatches,
     is_empty,
     num_examples,
-    refuse_writes_to_shared,
     shares_of,
     to_chunks,
     to_microbatches,
@@ -62,6 +61,10 @@ class MicrobatchInputs:
         self._read = microbatches([*self._reading])
         self._targeted = microbatches([sink for sink, ranks in sinks.items() if rank in ranks])
         self._counted = {sink: microbatches([sink]) for sink, ranks in sinks.items() if rank == ranks[0]}
+        #: The micro-batches whose loss is counted here: on the first rank of each last stage.
+        self.counted = sorted(chain(*self._counted.values()))
+        #: Whether a stage of this rank reads the step's inputs, and whether one is last and its loss takes targets.
+        self.reads_inputs, self.reads_targets = bool(self._reading), takes_target and bool(self._targeted)
 
     def take(
         self, inputs: Any, targets: Any, *, has_loss: bool = True, scale: Number = 1.0, keeps_outputs: bool = False
@@ -117,16 +120,6 @@ class MicrobatchInputs:
         """What each micro-batch counts in the mean loss, by their numbers of rows; () if these are equal."""
         return shares_of(sizes, self._num_microbatches)
 
-    @property
-    def reads_inputs(self) -> bool:
-        """Whether a stage of this rank reads the step's inputs."""
-        return bool(self._reading)
-
-    @property
-    def reads_targets(self) -> bool:
-        """Whether this rank has a last stage, whose loss takes targets."""
-        return self._takes_target and bool(self._targeted)
-
     def have_rows(self, batch: Batch, rows: Sequence[int]) -> bool:
         """Whether all micro-batches that are read here have these numbers of rows."""
         for of_batch, read in ((batch.rows, self._read), (batch.target_rows, self._targeted)):
@@ -156,44 +149,30 @@ class MicrobatchInputs:
                 with suppress(PipelineError):  # the op itself says what the batch lacks
                     yield self._stages.pick_inputs(stage, inputs.values[microbatch])
 
-    def refuse_writes(self, batch: Batch) -> None:
-        """Raises PipelineError if a stage of this rank has written to what all micro-batches get."""
-        refuse_writes_to_shared(batch.split_inputs)
-        refuse_writes_to_shared(batch.split_targets)
-
     def fingerprints(self, batch: Batch) -> Fingerprints:
         """Of all that this rank was given, {} if it reads nothing of it."""
         if not (self.reads_inputs or self.reads_targets):
             return {}
         # A batch on an accelerator comes to the host at once, rather than by micro-batches.
-        inputs, targets = (
-            self._split(name, _on_host(value)).values
-            for name, value in zip(("inputs", "targets"), batch.whole, strict=True)
-        )
-        return fingerprints("inputs", inputs, self._stages.input_names) | fingerprints("targets", targets)
+        inputs, targets = map(_on_host, batch.whole)
+        of_inputs = fingerprints("inputs", self._split("inputs", inputs).values, self._stages.input_names)
+        return of_inputs | fingerprints("targets", self._split("targets", targets).values)
 
     def warn_of_other_rows(self, batch: Batch) -> None:
         """Warn once if the plan's times and bytes are of another size of micro-batches than most of this step have."""
         planned, self._planned_rows = self._planned_rows, None
         other_rows = [rows for rows in batch.rows if rows != planned]
         if planned is not None and self._is_first_reader and 2 * len(other_rows) > len(batch.rows):
-            print(
-                f"rota: the plan is for micro-batches of {count_text(planned, 'row')}, but this step's have up to "
-                f"{max(other_rows)}, so the plan's times and memory do not hold; give "
-                f"{planned * self._num_microbatches} rows per step, or profile with micro-batches of "
-                f"{max(other_rows)} and plan again",
-                file=sys.stderr,
-                flush=True,
+            most = max(other_rows)
+            say(
+                f"the plan is for micro-batches of {count_text(planned, 'row')}, but this step's have up to {most}, so "
+                f"the plan's times and memory do not hold; give {planned * self._num_microbatches} rows per step, or "
+                f"profile with micro-batches of {most} and plan again"
             )
 
     def without_rows(self, batch: Batch) -> list[int]:
         """The micro-batches without rows, as this rank was given them."""
         return [m for m in self._targeted if is_empty(batch.targets[m]) or is_empty(batch.inputs[m])]
-
-    @property
-    def counted(self) -> list[int]:
-        """The micro-batches whose loss is counted here: on the first rank of each last stage."""
-        return sorted(chain(*self._counted.values()))
 
     def losses_by_stage(self, losses: dict[int, float]) -> dict[int, dict[int, float]]:
         """The losses that are counted here, for each last stage."""

@@ -11,7 +11,7 @@ first row again, and do not count.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +73,9 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: boo
     )
 
 
-def refuse_writes_to_shared(batch: Microbatches) -> None:
+def refuse_writes_to_shared(*batches: Microbatches) -> None:
     """Raises PipelineError if a stage has written to a tensor that all micro-batches get."""
-    for place, tensor, version in batch.shared:
+    for place, tensor, version in chain.from_iterable(batch.shared for batch in batches):
         if version_of(tensor) != version:
             raise PipelineError(
                 f"a stage writes into {place} (shape {list(tensor.shape)}), which is the same for all micro-batches, "

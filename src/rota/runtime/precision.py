@@ -31,18 +31,10 @@ _NOT_READ = 1  # instead of the bits of a scale that is on the device
 
 def ambient_autocast() -> Autocast:
     """What autocast is on around the caller: device type and dtype of each, none if it is off."""
-    return tuple(
-        (device_type, torch.get_autocast_dtype(device_type))
-        for device_type in _device_types()
-        if torch.is_autocast_enabled(device_type)
-    )
-
-
-def _device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
-        return ("cpu",)
-    return "cpu", accelerator.type
+    types, accelerator = ["cpu"], torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.amp.is_autocast_available(accelerator.type):
+        types.append(accelerator.type)
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind))
 
 
 def without_autocast(autocast: Autocast) -> AbstractContextManager[object]:

@@ -32,7 +32,7 @@ from rota.runtime.materializing import Init, give_memory
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Stored:
     """A tensor of the folder."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, final
@@ -47,14 +47,9 @@ LATER = (
 class StepLoss:
     """Over all micro-batches and replicas: the loss, its count (None for a mean) and the metrics' means by name."""
 
-    mean: float
-    count: float | None
-    metrics: dict[str, float]
-
-    @classmethod
-    def none(cls) -> StepLoss:
-        """The result of a run without losses."""
-        return cls(math.nan, None, {})
+    mean: float = math.nan  # that of a run without losses
+    count: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class LocalLosses(NamedTuple):
@@ -71,19 +66,15 @@ class LocalLosses(NamedTuple):
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class Totals:
     """The sums of one step over all ranks, on the device or on their way from it."""
 
-    def __init__(
-        self,
-        row: torch.Tensor,
-        numbers: Callable[[], list[float]],
-        names: tuple[Key, ...],
-        num_pipelines: int,
-        learn_names: Callable[[], dict[Key, tuple[float, float]]],
-    ) -> None:
-        self._row, self._numbers, self._names, self._num_pipelines = row, numbers, names, num_pipelines
-        self._learn_names = learn_names
+    _row: torch.Tensor
+    _numbers: Callable[[], list[float]]
+    _names: tuple[Key, ...]
+    _num_pipelines: int
+    _learn_names: Callable[[], dict[Key, tuple[float, float]]]
 
     @property
     def count(self) -> torch.Tensor:

@@ -64,7 +64,7 @@ class StepResults:
 
     def finish(self, call: Call, ready: ReadyPlan, batch: Batch) -> StepLoss:
         """The loss of a run that waits. Raises PipelineError, on all ranks, if the losses do not fit together."""
-        loss = StepLoss.none()
+        loss = StepLoss()
         if call.has_loss:
             loss = self._read(self._totals(ready, batch), AT_ONCE)
             self._stops.agreed |= self.begun.settle()  # they have ended, as they came before
@@ -89,7 +89,9 @@ class StepResults:
     def hand_over(self, call: Call, ready: ReadyPlan, batch: Batch, number: int) -> StepHandle:
         """The handle of a step that does not wait, which also tells what is wrong with its loss."""
         execution = ready.execution
-        if is_queued(self._device) and self._knows_forms(execution):
+        # Whether a loss was read, so that all ranks know its metrics, and whether it has a count.
+        knows_form = self._metrics_of > 0 and (self._counts.are_means is not None or not execution.trains)
+        if is_queued(self._device) and knows_form:
             return self._hand_over_later(call, ready, batch, number)
         mean, refusal = math.nan, None
         try:
@@ -111,10 +113,6 @@ class StepResults:
             return mean, False
 
         return self.begun.add(read, lambda: True)
-
-    def _knows_forms(self, execution: Execution) -> bool:
-        """Whether a loss was read, so that all ranks know its metrics, and whether it has a count."""
-        return self._metrics_of > 0 and (self._counts.are_means is not None or not execution.trains)
 
     def _hand_over_later(self, call: Call, ready: ReadyPlan, batch: Batch, number: int) -> StepHandle:
         """Nothing waits for the device."""

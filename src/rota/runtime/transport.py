@@ -119,11 +119,9 @@ class Transport:
         That is an activation, `with_layout` after its layout, else its layout must be the same as before; or the
         gradients of an edge's tensors, back to the rank that computed these tensors.
         """
-        return (
-            partial(self._send_gradients, message)
-            if message.value[1]
-            else partial(self._send_value, message, with_layout)
-        )
+        if message.value[1]:
+            return partial(self._send_gradients, message)
+        return partial(self._send_value, message, with_layout)
 
     def _send_value(self, message: Message, with_layout: bool, value: Any) -> None:
         layout, tensors = outgoing(self.formats, message, value, with_layout)
@@ -221,10 +219,10 @@ class Receive:
         edge, is_gradient, _ = message.value
         if self._learns:
             transport.formats[message.value] = Format(transport.receive_layout(message))
-        self._form, wanted = expected(transport.formats, message.value)
-        if is_gradient and transport.flags.travel(edge, len(wanted)):
-            wanted = [((len(wanted),), torch.uint8), *wanted]
-        self._buffers = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
+        self._form, shapes = expected(transport.formats, message.value)
+        if is_gradient and transport.flags.travel(edge, len(shapes)):
+            shapes = [((len(shapes),), torch.uint8), *shapes]
+        self._buffers = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes]
         self._works = [transport.post(buffer, message) for buffer in self._buffers]
 
     def take(self) -> Any:

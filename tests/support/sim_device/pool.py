@@ -49,7 +49,7 @@ def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
     step = Pipeline.step
 
     def watched_step(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
-        is_first = pipeline._num_steps == 0
+        is_first = pipeline.num_steps == 0
         syncs_inside_steps()
         result = step(pipeline, *args, **options)
         found = syncs_inside_steps()

@@ -32,7 +32,6 @@ from rota.runtime import control, launcher_files
 from rota.runtime.agreement import Call
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.batches import Batches
-from rota.runtime.checkpoints.checkpoint_folder import say
 from rota.runtime.checkpoints.optimizer_state import refuse_inner_optimizers
 from rota.runtime.checkpoints.ranks import DamagedError, Ranks
 from rota.runtime.checkpoints.saved import Manifest, file_of, read_contents, read_saved
@@ -40,6 +39,7 @@ from rota.runtime.checkpoints.snapshots import Commits, Snapshots
 from rota.runtime.checkpoints.state import Restoring, Trained
 from rota.runtime.checkpoints.tensors import Chunk, File, chunks_of, copied, share_out, write_file
 from rota.runtime.checkpoints.weights import Weights
+from rota.runtime.environment import say
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import is_restart

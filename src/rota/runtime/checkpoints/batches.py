@@ -92,7 +92,10 @@ class Batches:
         at = self._at
         seed, own = seed_of(at.seed, at.epoch), _OwnDraws()
         with own:
-            _set_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also set accelerators' generators
+            random.seed(seed)
+            if (numpy := sys.modules.get("numpy.random")) is not None:
+                numpy.seed(seed % 2**32)
             _begin_epoch(self._loader, at.epoch, seed)
             batches = iter(self._loader)
         number, none = 0, object()
@@ -174,10 +177,3 @@ class _OwnDraws:
     def __exit__(self, *_: object) -> None:
         self._own = random_state(_CPU)
         set_random_state(self._outside, _CPU)
-
-
-def _set_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also set accelerators' generators
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.seed(seed % 2**32)

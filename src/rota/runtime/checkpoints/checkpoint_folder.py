@@ -15,7 +15,6 @@ import re
 import shutil
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from pathlib import Path
 from rota.core.errors import FormatError, PipelineError
 from rota.core.reading import printable
 from rota.runtime.checkpoints.saved import MANIFEST, Manifest, Saved, file_of, read_contents, read_saved
+from rota.runtime.environment import say
 
 LOCK = ".rota.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -88,20 +88,18 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def recover_folder(folder: Path) -> None:
-    """Make the folder, and put back or remove what interrupted saves left in it. Touches nothing else."""
+    """Make the folder, and put back or remove what interrupted saves left in it.
+
+    Touches nothing else: a folder of theirs has nothing but what Rota writes, or is still empty.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder / name for name in _names_in(folder) if _TEMPORARY.fullmatch(name)):
-        if _is_ours(path):
+        if stat.S_ISDIR(path.lstat().st_mode) and all(map(_INSIDE.fullmatch, os.listdir(path))):
             whole = path.with_suffix("")
             if path.suffix == ".replaced" and is_checkpoint(path) and not os.path.lexists(whole):
                 path.rename(whole)  # interrupted between the two renames of `publish`
             else:
                 shutil.rmtree(path)
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether Rota made it: a folder that has nothing but what Rota writes, or is still empty."""
-    return stat.S_ISDIR(path.lstat().st_mode) and all(map(_INSIDE.fullmatch, os.listdir(path)))
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -157,11 +155,6 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def say(text: str) -> None:
-    """Print one line for the user."""
-    print(f"rota: {text}", file=sys.stderr, flush=True)
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------------

@@ -163,11 +163,11 @@ def require_records(
 ) -> list[Group | None]:
     """The saved group of each group's weights, None for an empty one. Raises PipelineError if they do not fit."""
     saved_groups: list[Group | None] = []
-    wanted = set()
+    trained = set()
     for index, group in enumerate(optimizer.param_groups):
         first: tuple[str, Group] | None = None
         for parameter in group["params"]:
-            wanted.add(key := _key_of(parameter, index, keys))
+            trained.add(key := _key_of(parameter, index, keys))
             if key not in records:
                 raise PipelineError(f"{key} had no optimizer when it was saved; leave it out of this one, too")
             saved = records[key].group
@@ -179,8 +179,8 @@ def require_records(
                     _require_like(group.get(name), value, f"{key}'s {_shown(name)}")
             _require_one_group(index, *first, key, saved)
         saved_groups.append(first and first[1])
-    if left := [key for key in keys.values() if key in records and key not in wanted]:
-        raise PipelineError(f"{left[0]} was in the optimizer when it was saved, but is not in this one; add it")
+    if lacking := [key for key in keys.values() if key in records and key not in trained]:
+        raise PipelineError(f"{lacking[0]} was in the optimizer when it was saved, but is not in this one; add it")
     return saved_groups
 
 

@@ -22,10 +22,10 @@ from rota.core.costs import NUM_SNAPSHOTS
 from rota.core.errors import PipelineError
 from rota.core.simulation import simulate
 from rota.core.text import size_text
-from rota.runtime.checkpoints.checkpoint_folder import say
 from rota.runtime.checkpoints.state import Restoring, Trained, TrainingState, read_training, require_step
 from rota.runtime.checkpoints.tensors import Chunk, Part, chunks_of, head_of, index_of, padded, read_file, starts_of
 from rota.runtime.checkpoints.values import DTYPES
+from rota.runtime.environment import say
 from rota.runtime.host_memory import available_bytes
 from rota.runtime.launcher_files import State, is_restart, states_in
 from rota.runtime.pipeline import Pipeline

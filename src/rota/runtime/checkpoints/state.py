@@ -154,8 +154,13 @@ class Trained:
                     f"shards are not joined or cut again: resume on as many tensor-parallel ranks as it was saved on"
                 )
             keys[weight.tensor] = key = weight.key(name, tp_shard)
-            tensors[model_key(key)] = weight.tensor.detach()
-            _require_alike(key, weight.tensor, _chunk(index, model_key(key)))
+            tensors[model_key(key)] = tensor = weight.tensor.detach()
+            stored = _chunk(index, model_key(key))
+            was, now = (list(stored.size), DTYPES[stored.dtype]), (list(tensor.shape), tensor.dtype)
+            if was != now:
+                raise PipelineError(
+                    f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make both equal"
+                )
         state = None
         if self.optimizer is not None:
             groups = require_records(self.optimizer, keys, training.records)
@@ -230,22 +235,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _require_alike(key: str, tensor: torch.Tensor, stored: Chunk) -> None:
-    was, now = (list(stored.size), DTYPES[stored.dtype]), (list(tensor.shape), tensor.dtype)
-    if was != now:
-        raise PipelineError(f"{key} was saved as {was[0]} of {was[1]}, but is {now[0]} of {now[1]}; make both equal")
-
-
 def _state_tensors(parameter: torch.Tensor, key: str, record: WeightRecord, index: Index) -> Tensors:
     """Tensors to read an optimizer's state of one weight into."""
-    tensors, options = Tensors(), record.group.options
+    tensors, is_read_by_kernels = Tensors(), any(map(record.group.options.get, ("capturable", "fused")))
     for name in record.tensors:
         stored = _chunk(index, full := tensor_key(key, name))
         dtype = DTYPES[stored.dtype]
         # PyTorch's optimizers count steps on the host, unless their kernels read the count.
-        is_on_host = (
-            name == "step" and prod(stored.size) == 1 and not (options.get("capturable") or options.get("fused"))
-        )
+        is_on_host = name == "step" and prod(stored.size) == 1 and not is_read_by_kernels
         if stored.size == tuple(parameter.shape) and not is_on_host:
             tensors[full] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:

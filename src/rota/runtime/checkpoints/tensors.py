@@ -385,11 +385,9 @@ class Reader:
         for part, items in self._items:
             whole = read_values(part)
             for item in items:
-                value = whole
-                for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    value = value.narrow(dimension, offset, length)
+                extents = zip(item.storage_offsets, item.lengths, strict=True)
                 target = self._planner.resolve_tensor(item).detach()
-                target.copy_(value)
+                target.copy_(whole[tuple(slice(offset, offset + length) for offset, length in extents)])
                 self._planner.commit_tensor(item, target)
 
 

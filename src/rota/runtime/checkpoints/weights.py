@@ -19,7 +19,7 @@ from rota.core.errors import PipelineError
 from rota.core.reading import printable
 from rota.models import Stages
 from rota.runtime.faults.watchdog import PATIENT
-from rota.runtime.spmd import replicated_names
+from rota.runtime.reducing.replicas import replicated_parameters
 from rota.runtime.transport import collective, receive_value, send_value
 from rota.torch_internals import own_state
 
@@ -114,7 +114,7 @@ class Weights:
 
 def _weights(pipeline: Pipeline) -> Iterator[Weight]:
     stages, placement = pipeline.stages, pipeline.plan.placement
-    replicated = {stages[s].get_parameter(name) for s in range(len(stages)) for name in replicated_names(stages[s])}
+    replicated = {*replicated_parameters(stages, range(len(stages)))}
     of_stages: dict[torch.Tensor, list[int]] = {}
     for stage, module in enumerate(stages.modules):
         for _, tensor in _saved(module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import cache
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from rota.core.errors import PipelineError, UsageError
 from rota.core.text import count_text
-from rota.runtime.environment import DEVICE, processes_here
+from rota.runtime.environment import DEVICE, processes_here, say
 
 AUTO, CPU = "auto", "cpu"
 
@@ -97,10 +96,8 @@ def _accelerators() -> tuple[str, int]:
 def _report_too_few(num_processes: int) -> None:
     kind, number = _accelerators()
     if number:
-        print(
-            f"rota: {count_text(num_processes, 'process', 'es')} on this machine, but "
+        say(
+            f"{count_text(num_processes, 'process', 'es')} on this machine, but "
             f"{count_text(number, f'{kind} device')}, so rota.local_device() is the CPU; start {number} here to use "
-            f"{'it' if number == 1 else 'them'}. If each process sees only its own, use torch.device({kind!r}, 0)",
-            file=sys.stderr,
-            flush=True,
+            f"{'it' if number == 1 else 'them'}. If each process sees only its own, use torch.device({kind!r}, 0)"
         )

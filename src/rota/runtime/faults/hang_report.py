@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Literal, NamedTuple, TypeVar
@@ -115,12 +116,8 @@ class Doing(NamedTuple):
 
 def frames_of(thread: int | None) -> list[FrameType]:
     """The thread's calls, innermost first; none if it has ended."""
-    frames = []
-    frame = sys._current_frames().get(thread) if thread is not None else None
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    innermost = sys._current_frames().get(thread) if thread is not None else None
+    return [] if innermost is None else [frame for frame, _ in traceback.walk_stack(innermost)]
 
 
 def is_in_a_collective(frames: list[FrameType]) -> bool:

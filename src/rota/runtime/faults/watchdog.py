@@ -3,8 +3,7 @@
 main thread  step: tick, tick, tick … (stuck in native code, cannot raise)
 watchdog     …  no tick within the limit ──▶ roll call over the store ──▶ one report, exit code 70 on all
 
-Between calls, the script may load data or evaluate by itself, so a longer limit holds: but a rank must not hang where
-nobody waits for it in a call.
+Between calls, the script may load data or evaluate by itself, so a longer limit holds there.
 """
 
 from __future__ import annotations
@@ -264,14 +263,14 @@ class Watchdog:
         try:
             if self._silent:
                 raise RuntimeError(self._silent)
-            text, is_mine = self._roll_call.report(status, self._watched.names, limit)
+            text, shows_it = self._roll_call.report(status, self._watched.names, limit)
         except RuntimeError as error:
             why = f"their store does not answer: {str(error).splitlines()[0]}"
             _show(compose_alone(self.name, status, limit, why))
             return
-        if is_mine or not control.is_connected():
+        if shows_it or not control.is_connected():
             _show(text)
-        if is_mine:
+        if shows_it:
             control.report("hangs", reason_of(text))  # the supervisor may kill this process from now on
         with suppress(RuntimeError):
             self._roll_call.leave_together()

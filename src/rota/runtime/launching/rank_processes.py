@@ -113,8 +113,7 @@ class Ranks:
     def _wait_for_event(self) -> None:
         """Wait for the next message, end of a process or signal, or until the deadline, and record it."""
         timeout_s = None if self._deadline_s is None else max(self._deadline_s - time.monotonic(), 0)
-        events = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s)]
-        ready = [(rank, source) for rank, source in events if rank is not None]
+        ready = [(key.data, key.fileobj) for key, _ in self._selector.select(timeout_s) if key.data is not None]
         for rank, source in ready:
             if source is rank.line:
                 self._receive(rank)

@@ -39,16 +39,14 @@ def main() -> None:
     try:
         _run(script, kept_script())
     except BaseException as error:
-        if os.getpid() != rank:
-            _end(_show(error, script))
-        if not isinstance(error, Exception):
+        if os.getpid() == rank and not isinstance(error, Exception):
             raise
         code = _show(error, script)
         control.report("lost" if isinstance(error, LostRankError) else "fails", f"{type(error).__name__}: {error}")
         # Peers may be waiting for this rank: end at once, since cleaning up would wait for them.
         _end(code)
     if os.getpid() != rank:
-        # The script forked this process. Only the rank may clean up its threads and connections.
+        # The script forked this process. Only the rank may clean up its threads and connections, and report.
         _end(0)
 
 

@@ -99,16 +99,15 @@ class SharedWeights:
                 self._tied.setdefault(weight.ranks, []).append(parameter)
             if weight.ranks[0] != rank:
                 self.counted_elsewhere.add(parameter)
+        #: This rank's parameters whose gradients are summed over ranks.
+        self.tied = [parameter for parameters in self._tied.values() for parameter in parameters]
+        #: The ranks of its ties, each once, in the order of their sums, which is the same on all ranks.
+        self.tied_ranks = [*dict.fromkeys(tuple(sorted(ranks)) for ranks in self._tied)]
         #: During a step: the part of each `.grad` that was summed before.
         self._held_back: dict[nn.Parameter, torch.Tensor | None] = {}
         self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
         self._buffers = [*_copied_buffers(stages, placement, rank)]
         self._versions: list[int] = []
-
-    @property
-    def tied(self) -> list[nn.Parameter]:
-        """This rank's parameters whose gradients are summed over ranks."""
-        return [parameter for parameters in self._tied.values() for parameter in parameters]
 
     def begin(self) -> None:
         """Hold back the part of each `.grad` that is already a sum, so that it is not summed again."""
@@ -132,11 +131,6 @@ class SharedWeights:
                 f"first one with sync=False; change gradients after a step with sync=True"
             )
         return None
-
-    @property
-    def tied_ranks(self) -> list[tuple[int, ...]]:
-        """The ranks of this rank's ties, each once, in the order of their sums, which is the same on all ranks."""
-        return [*dict.fromkeys(tuple(sorted(ranks)) for ranks in self._tied)]
 
     def enqueue_sum(self, ranks: tuple[int, ...], stream: Any, absent: AbsentGradients) -> tuple[Mark, Mark]:
         """Sum this step's gradients of the ties of `ranks` on `stream`; returns the marks around it. Collective."""
