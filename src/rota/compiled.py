@@ -90,8 +90,6 @@ def _unboxed(value: Any) -> Any:
 
 
 class _Stopwatch(event.Listener):
-    """Measures the time in which this process compiles."""
-
     def __init__(self) -> None:
         self.seconds, self._depth, self._began_s = 0.0, 0, 0.0
 

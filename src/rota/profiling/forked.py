@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -36,7 +37,7 @@ def run_forked(
     num_processes: int,
     work: Callable[[int], Any],
     *,
-    within_s: float | None = None,
+    within_s: float = math.inf,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """What `work(number)` returns on each of `num_processes` new processes of one process group over Gloo.
@@ -46,7 +47,7 @@ def run_forked(
     Args:
         num_processes: How many processes.
         work: What each of them does, given its number.
-        within_s: Seconds after which all of them are ended; None: no limit.
+        within_s: Seconds after which all of them are ended.
         tick: Called every second while they work.
 
     Raises:
@@ -71,7 +72,7 @@ def run_forked(
             while waiting:
                 ended = wait(waiting, _TICK_S)
                 tick()
-                if not ended and within_s is not None and time.monotonic() - began_s > within_s:
+                if not ended and time.monotonic() - began_s > within_s:
                     raise TimeoutError(
                         f"{count_text(num_processes, 'process', 'es')} did not end within {within_s:.0f} s"
                     )

@@ -97,7 +97,7 @@ def _forward(stage_run: StageRun, live: LiveStorages, named: _Named) -> Kept:
     received = [over_tensors(copy, value) for value in stage_run.received]
     live.see(received)
     _name_values(named, received, stage_run.received)
-    values, kept = stage_run.forward(received)
+    _, values, kept = stage_run.forward(received)
     _name_values(named, values, stage_run.values)
     return kept
 

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rota.models.carving.operations import run_on_meta
+from rota.models.carving.operations import is_random, run_on_meta
 from rota.runtime.messages import over_tensors
 from rota.torch_internals import ITEM, TorchDispatchMode, over_tensors_anywhere, tensors_anywhere, writes_to_arguments
 
@@ -42,13 +42,13 @@ class KnownNumbers(TorchDispatchMode):
         if writes_to_arguments(func):
             if any(map(_is_countable, read)):
                 self._known = WeakIdKeyDictionary()  # views of what was written to are others, too
-        elif isinstance(made, torch.Tensor) and made.is_meta and _is_countable(made):
-            draws = torch.Tag.nondeterministic_seeded in func.tags
-            if not draws and all(tensor in self._known for tensor in read if tensor.is_meta):
-                args, kwargs = over_tensors_anywhere(lambda tensor: self._known.get(tensor, tensor), (args, kwargs))
-                if not read or "device" in kwargs:
-                    kwargs = {**kwargs, "device": torch.device("cpu")}
-                self._known[made] = func(*args, **kwargs)
+            return made
+        follows = not is_random(func) and all(tensor in self._known for tensor in read if tensor.is_meta)
+        if follows and isinstance(made, torch.Tensor) and made.is_meta and _is_countable(made):
+            args, kwargs = over_tensors_anywhere(lambda tensor: self._known.get(tensor, tensor), (args, kwargs))
+            if not read or "device" in kwargs:
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            self._known[made] = func(*args, **kwargs)
         return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +15,6 @@ from torch import nn
 from rota.core.errors import EstimateError, PipelineError, error_line
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
-from rota.models.randomness import random_state_kept
 from rota.models.stages import holds
 from rota.profiling.clocks import Clocks, Laps, Run, launch_text
 from rota.profiling.devices import DeviceModel
@@ -31,6 +30,7 @@ from rota.profiling.stage_run import (
     Workload,
     num_bytes,
     on_device_of,
+    one_thread,
     optimizer_costs,
     tensors_of,
 )
@@ -105,7 +105,12 @@ def measure_layers(workload: Workload, options: ProfileOptions, estimated_for: D
     last_reader = {edge.source: max(e.target for e in stages.outgoing(edge.source)) for edge in stages.edges}
     names: list[StorageReference] = []  # addresses that are names must not be used again
     roofline = None if estimated_for is None else Roofline(estimated_for)
-    with _set_up(stages, options.repeats, roofline) as measure:
+    clocks = Clocks()
+
+    def measure(run: Run, device: Device) -> Laps:
+        return (roofline or clocks.on(device)).timed(run, options.repeats, _RUN_NS, together=False)
+
+    with one_thread(stages), nullcontext() if roofline is None else Kernels(roofline.device):
         for layer in range(len(stages)):
             with _named_in_errors(stages, layer):
                 placed, move = on_device_of(layer, workload) if roofline is None else (workload, lambda value: value)
@@ -135,19 +140,6 @@ def _named_in_errors(stages: Stages, layer: int) -> Iterator[None]:
             ) from error
         reason = error_line(error)
         raise PipelineError(f"{called(stages, layer)} failed while profiling: {reason}") from error
-
-
-@contextmanager
-def _set_up(stages: Stages, repeats: int, roofline: Roofline | None) -> Iterator[Measure]:
-    """Use one thread on the CPU, as in a run; yields what measures runs on a layer's device."""
-    with ExitStack() as stack:
-        stack.enter_context(random_state_kept(nn.ModuleList(stages.modules)))
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
-        clocks = Clocks()
-        if roofline is not None:
-            stack.enter_context(Kernels(roofline.device))
-        yield lambda run, device: (roofline or clocks.on(device)).timed(run, repeats, _RUN_NS, together=False)
 
 
 def _with_a_copy(stages: Stages, layer: int, *, on_meta: bool) -> Stages:

@@ -25,9 +25,8 @@ from rota.profiling.this_machine import OtherPrograms, accelerators_of, place_na
 from rota.runtime.losses import LossFn
 
 _DEFAULT = ProfileOptions()
-_ESTIMATES = (
-    "3, without what is computed from the batch alone"  # changes where the same model would get other estimates
-)
+# Changes where the same model would get other estimates.
+_ESTIMATES = "3, without what is computed from the batch alone"
 
 
 def profile_layers(

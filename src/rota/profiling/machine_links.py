@@ -120,7 +120,7 @@ def links_of_started(
         return [] if links is None else [links.cluster.to_json(), links.text, links.doubt]
 
     try:
-        cluster, text, doubt = run_forked(num_processes, work, within_s=None if within_s == math.inf else within_s)[0]
+        cluster, text, doubt = run_forked(num_processes, work, within_s=within_s)[0]
     except TimeoutError as error:
         raise PipelineError(f"the links were not measured in time: {error}; give a longer time limit") from None
     return MeasuredLinks(Cluster.from_json(cluster), text, doubt)

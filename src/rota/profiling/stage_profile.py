@@ -9,15 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
 from rota.core.costs import Costs
 from rota.core.errors import PipelineError, error_text
 from rota.core.text import count_text
 from rota.models import Stages
 from rota.models.carving.copies import deep_copy
-from rota.models.randomness import random_state_kept
 from rota.models.sequence_chunks import Chunk
 from rota.profiling.clocks import Clocks, Laps, Run, launch_text
 from rota.profiling.forked import run_forked
@@ -28,6 +24,7 @@ from rota.profiling.stage_run import (
     StageRun,
     Workload,
     on_device_of,
+    one_thread,
     optimizer_costs,
     state_bytes,
     static_bytes,
@@ -66,8 +63,6 @@ _DEFAULT = StageProfileOptions()
 
 
 class _Job(NamedTuple):
-    """What to measure, and how."""
-
     workload: Workload
     split: bool
     recompute: Collection[int]
@@ -192,15 +187,10 @@ def profile_chunks(
 
 def _measured_here(job: _Job) -> Costs:
     stages = job.workload.stages
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with random_state_kept(nn.ModuleList(stages.modules)):
-            copied = job._replace(workload=job.workload._replace(stages=deep_copy(stages)))
-            clocks = Clocks()
-            rows = [_costs(_run_of(copied, stage), copied, clocks) for stage in range(len(stages))]
-    finally:
-        torch.set_num_threads(num_threads)
+    with one_thread(stages):
+        copied = job._replace(workload=job.workload._replace(stages=deep_copy(stages)))
+        clocks = Clocks()
+        rows = [_costs(_run_of(copied, stage), copied, clocks) for stage in range(len(stages))]
     where = place_name(stages) if accelerators_of(stages) else "CPU, 1 thread"
     bound = {str(stage): row.launches for stage, row in enumerate(rows) if row.launches}
     for stage, launches in bound.items():

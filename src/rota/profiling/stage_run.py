@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 
 from rota.models import Stages, collect_losses
+from rota.models.randomness import random_state_kept
 from rota.models.sequence_chunks import Chunk
 from rota.profiling.clocks import Laps, Run
 from rota.profiling.peak_memory import StorageWatch, copier
@@ -87,7 +89,7 @@ class StageRun:
         accelerators = (device for device in devices if device.type not in ("cpu", "meta"))
         self.device = device_at(next(accelerators, torch.device("cpu")))
         #: The stage's output, and the value that leaves by each outgoing edge.
-        self.output, self.values, kept = self._forward(self._leaves(), split=True)
+        self.output, self.values, kept = self.forward(self._leaves(), split=True)
         del kept
         self.output, self.values = hand_over(self.output), [hand_over(value) for value in self.values]
         roots = self.values if stages.outgoing(stage) else [] if workload.loss_fn else [self.output]
@@ -115,7 +117,7 @@ class StageRun:
         kept = self._first_forward(self._leaves())
         mark()
         if isinstance(kept, Again):
-            kept = self.forward(kept.received, kept.buffers)[1]
+            kept = self.forward(kept.received, kept.buffers)[2]
         mark()
         work = self.backward(kept, self.gradients)[1]
         del kept
@@ -131,14 +133,11 @@ class StageRun:
         self.forward(leaves, buffers)
         mark()
 
-    def forward(self, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> tuple[list[Any], Kept]:
-        """Run the forward: the values that leave the stage, and what is kept for the backward."""
-        _, values, kept = self._forward(received, split=self.split, buffers=buffers)
-        return values, kept
-
-    def _forward(
-        self, received: list[Any], *, split: bool, buffers: dict[str, torch.Tensor] | None = None
+    def forward(
+        self, received: list[Any], buffers: dict[str, torch.Tensor] | None = None, *, split: bool | None = None
     ) -> tuple[Any, list[Any], Kept]:
+        """Run the forward: the output, the values that leave the stage, and what is kept for the backward."""
+        split = self.split if split is None else split
         workload = self.workload
         chunk = None if self._earlier is None else Chunk(self._earlier.start, self._earlier.passed_on)
         with collect_losses() as added:
@@ -165,7 +164,7 @@ class StageRun:
 
     def _first_forward(self, received: list[Any]) -> Kept | Again:
         if not self.recompute:
-            return self.forward(received)[1]
+            return self.forward(received)[2]
         stages, stage = self.workload.stages, self.stage
         inputs = stages.pick_inputs(stage, self.workload.batch)
         with without_activations(stages[stage], received, inputs, f"stage {stage}") as again:
@@ -191,7 +190,7 @@ class StageRun:
             del received
             checkpoint = live.num_bytes() if isinstance(kept, Again) else 0
             if isinstance(kept, Again):
-                kept = self.forward(kept.received, kept.buffers)[1]
+                kept = self.forward(kept.received, kept.buffers)[2]
             held = live.num_bytes()
             if not self.split:
                 return StageBytes(held, 0, checkpoint)
@@ -236,6 +235,18 @@ def static_bytes(module: torch.nn.Module) -> int:
 def state_bytes(module: torch.nn.Module) -> int:
     """Bytes of parameters and buffers, which a checkpoint holds besides an optimizer's state."""
     return num_bytes([*module.parameters(), *module.buffers()])
+
+
+@contextmanager
+def one_thread(stages: Stages) -> Iterator[None]:
+    """Inside, the CPU computes with one thread, as in a run; random states are afterwards as they were."""
+    num_threads = torch.get_num_threads()
+    with random_state_kept(torch.nn.ModuleList(stages.modules)):
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
