@@ -208,5 +208,4 @@ def _of_self_test(difference: float) -> list[Finding]:
 
 
 def _judged(difference: float) -> dict[str, Any]:
-    """The self-test's result as a JSON object."""
     return {"exact": difference <= TOLERANCE, "difference": difference if math.isfinite(difference) else None}

@@ -61,10 +61,8 @@ class Probes:
         """Watch these modules, which are given with their names."""
         with ExitStack() as stack:
             for name, module in modules:
-                before = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-                after = module.register_forward_hook(partial(self._leave, name))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                stack.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(partial(self._leave, name)))
             yield
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -76,7 +74,7 @@ class Probes:
         self._note(name, "out", output)
 
     def _note(self, name: str, where: str, value: Any) -> None:
-        for path, leaf in _leaves(where, value):
+        for path, leaf in leaves(where, value):
             seen = self.seen.setdefault(name, {})
             if path not in seen:
                 self.order.append((name, path))
@@ -105,14 +103,15 @@ def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return arguments
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+def leaves(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The tensors and Nones in a value that begins at `path`, each with its own path."""
     if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
         yield path, value
     elif value is None:
         yield path, None
     else:
         for key, item in items(value):
-            yield from _leaves(f"{path}[{key!r}]", item)
+            yield from leaves(f"{path}[{key!r}]", item)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rota.runtime.messages import items
 from rota.verifying.comparing import compare_gradients, compare_outputs, relative
 from rota.verifying.matching import Matched, Matching
-from rota.verifying.probes import Probes, Seen, differ, mean, rows_differ
+from rota.verifying.probes import Probes, Seen, differ, leaves, mean, rows_differ
 from rota.verifying.report import EXACT, ParameterDifference, largest_of
 from rota.verifying.unsplit import Outcome, Part, Unsplit
 
@@ -166,21 +165,14 @@ def _sum_and_count(outcome: Outcome) -> str:
 def _token_counts(parts: list[Part]) -> Iterator[tuple[str, list[int]]]:
     """What a loss may count in each part: labels that are not ignored, perhaps without those of the first position."""
     for what in ("targets", "inputs"):
-        columns = [dict(_tensors(what, getattr(part, what))) for part in parts]
+        columns = [dict(leaves(what, getattr(part, what))) for part in parts]
         for path in columns[0]:
-            tensors = [column[path] for column in columns if path in column]
+            tensors = [tensor for column in columns if (tensor := column.get(path)) is not None]
             if len(tensors) == len(columns):
                 yield f"{path} that are not {_IGNORED}", [int((t != _IGNORED).sum()) for t in tensors]
                 if all(tensor.dim() > 1 for tensor in tensors):
                     counts = [int((t[:, 1:] != _IGNORED).sum()) for t in tensors]
                     yield f"{path} without the first column that are not {_IGNORED}", counts
-
-
-def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    for key, item in items(value):
-        yield from _tensors(f"{path}[{key!r}]", item)
 
 
 # --- the split: the stages differ from the unsplit model on the same micro-batches ------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -81,9 +81,7 @@ class SplitModel:
     @contextmanager
     def apart(self, dtype: torch.dtype | None) -> Iterator[None]:
         """See `rota.verifying.apart.apart`."""
-        with ExitStack() as stack:
-            stack.enter_context(apart(self.pipeline.local_stages.values(), dtype))
-            stack.enter_context(self.pipeline.trial())
+        with apart(self.pipeline.local_stages.values(), dtype), self.pipeline.trial():
             yield
 
     def batches(self) -> list[Batch]:
