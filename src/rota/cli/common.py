@@ -101,22 +101,22 @@ def parse_counts(text: str) -> list[int]:
     return sorted({*map(int, words)})
 
 
-NATURAL = WholeNumber(min=0)
-SIZE = Value("size", parse_bytes)
-MEMORY = Value("memory", parse_memory)
-LINK = Value("link", parse_link)
-MESH = Value("mesh", parse_mesh)
-WORDS = Value("words", parse_words)
-COUNTS = Value("counts", parse_counts)
-SECONDS = click.FloatRange(min=0, max=1e9, min_open=True)
+# --- options by what they take ----------------------------------------------------------------------------------------
 
-# --- options ----------------------------------------------------------------------------------------------------------
-
-#: An argument that is a path, and options that take a path, a number of 1 or more, or nothing.
 argument = partial(click.argument, type=click.Path())
 file = partial(click.option, type=click.Path(), metavar="FILE")
-count = partial(click.option, type=WholeNumber(min=1), metavar="N")
 flag = partial(click.option, is_flag=True)
+count = partial(click.option, type=WholeNumber(min=1), metavar="N")
+counts = partial(click.option, type=Value("counts", parse_counts), metavar="N,N,…")
+natural = partial(click.option, type=WholeNumber(min=0), metavar="N")
+words = partial(click.option, type=Value("words", parse_words))
+micros = partial(click.option, type=WholeNumber(min=0), metavar="US")
+seconds = partial(click.option, type=click.FloatRange(min=0, max=1e9, min_open=True), metavar="S")
+size = partial(click.option, type=Value("size", parse_bytes), metavar="BYTES")
+link = partial(click.option, type=Value("link", parse_link), metavar="LINK")
+
+# --- options of several commands --------------------------------------------------------------------------------------
+
 cores = count(
     "--cores", help="number of CPU cores, if all ranks share one machine (default: as the run recorded, if at all)"
 )
@@ -124,9 +124,7 @@ json = flag("--json", help="print the results as JSON instead of text")
 force = flag("--force", help="overwrite existing files")
 
 
-def time_limit(help: str, default: float | None = None) -> Decorator[Any]:
-    """--time-limit."""
-    return click.option("--time-limit", type=SECONDS, default=default, metavar="S", help=help)
+time_limit = partial(seconds, "--time-limit")
 
 
 def output(metavar: str, help: str, *, writes: WrittenBy = "file", **settings: Any) -> Decorator[Any]:
@@ -148,9 +146,8 @@ length = count(
 )
 
 model = combined(
-    click.option(
+    words(
         "--cuts",
-        type=WORDS,
         metavar="PATTERN,…",
         help="modules that can start a stage, such as 'transformer.h.*'; none of them may be inside another. In a "
         "model with rota.CutPoint modules, name some of its CutPoints (default: all CutPoints or, if there are none, "
@@ -159,10 +156,8 @@ model = combined(
     length,
 )
 
-timeout = click.option(
+timeout = seconds(
     "--timeout",
-    type=SECONDS,
-    metavar="S",
     help="stop a rank after S seconds without progress (default: the time of 20 simulated steps, but at least 60 s)",
 )
 
@@ -183,12 +178,7 @@ limit = click.option(
 )
 
 links = combined(
-    click.option(
-        "--link",
-        type=LINK,
-        metavar="LINK",
-        help="latency and rate of every link, such as 5us,50GB/s (default: transfers take no time)",
-    ),
+    link("--link", help="latency and rate of every link, such as 5us,50GB/s (default: transfers take no time)"),
     file(
         "--links",
         help="use measured links from `rota profile links -o cluster.json`, or those of a plan or timeline: latency, "
@@ -208,39 +198,22 @@ costs = combined(
         help="costs per stage, from rota.Costs.to_json() or `rota calibrate --costs` (default: the same for all "
         "stages, as set by the options --forward-us to --boundary)",
     ),
-    click.option(
+    micros(
         "--forward-us",
-        type=NATURAL,
-        metavar="US",
         help=f"forward (F) time in µs per stage (with all: per rank) (default: {ASSUMED_COSTS['forward_us']})",
     ),
-    click.option(
+    micros(
         "--backward-us",
-        type=NATURAL,
-        metavar="US",
         help="backward (B) time in µs; with --weight-us, only the time of the input gradient (I) "
         f"(default: {ASSUMED_COSTS['backward_us']})",
     ),
-    click.option(
-        "--weight-us",
-        type=NATURAL,
-        metavar="US",
-        help="weight-gradient (W) time in µs; splits the backward into I and W (default: not split)",
-    ),
-    click.option(
+    micros("--weight-us", help="weight-gradient (W) time in µs; splits the backward into I and W (default: not split)"),
+    size(
         "--activation",
         "activation_bytes",
-        type=SIZE,
-        metavar="BYTES",
         help=f"bytes of activations that F keeps until the backward (default: {ASSUMED_COSTS['activation_bytes']})",
     ),
-    click.option(
-        "--boundary",
-        "boundary_bytes",
-        type=SIZE,
-        metavar="BYTES",
-        help="bytes sent from each stage to the next (default: 0)",
-    ),
+    size("--boundary", "boundary_bytes", help="bytes sent from each stage to the next (default: 0)"),
     links,
 )
 

@@ -93,8 +93,7 @@ def search_plan(
     require_search()
     from rota.search import find_plan
 
-    with progress_line() as show:
-        show(STARTING)
+    with progress_line(STARTING) as show:
         return find_plan(
             placement, num_microbatches, objective=objective, time_limit_s=time_limit_s or 10.0, progress=show
         )
@@ -105,11 +104,10 @@ def search_frontier(placement: Placement, time_limit_s: float | None) -> Frontie
     require_search()
     from rota.search import Point, find_frontier
 
-    with progress_line() as show:
+    with progress_line(STARTING) as show:
 
         def show_point(point: Point) -> None:
             us = float(point.us_per_microbatch)
             show(f"{size_text(point.limit_bytes)} per rank: {us:,.1f} µs per micro-batch")
 
-        show(STARTING)
         return find_frontier(placement, time_limit_s=time_limit_s or 60.0, progress=show_point)

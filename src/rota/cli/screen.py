@@ -107,12 +107,13 @@ def ascii_form(error: UnicodeError) -> tuple[str, int]:
 
 
 @contextmanager
-def progress_line() -> Iterator[Callable[[object], None]]:
-    """A function that shows what is being done: on one line of a terminal, which is cleared in the end.
+def progress_line(doing: str = "") -> Iterator[Callable[[object], None]]:
+    """A function that shows what is being done, first `doing`: on one line of a terminal, which is cleared in the end.
 
     Other outputs, such as a log, get a line every few seconds at most.
     """
     if sys.stderr.isatty():
+        _overwrite(doing)
         try:
             yield _overwrite
         finally:

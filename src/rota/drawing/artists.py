@@ -103,9 +103,7 @@ def _op_colors(timeline: Timeline) -> Array:
 def op_artist(ops: Ops, rows: Rows) -> PolyCollection:
     """Return the bars of all ops; if they are many, without seams, and in SVG and PDF as pixels."""
     top, bottom, many = ops.ranks + rows.bar_top, ops.ranks + rows.bar_bottom, _has_many(ops)
-    bars = _bars(ops.left, ops.right, top, bottom, ops.colors, seams=not many)
-    bars.set_rasterized(many)
-    return bars
+    return _bars(ops.left, ops.right, top, bottom, ops.colors, seams=not many, rasterized=many)
 
 
 def _has_many(ops: Ops) -> bool:
@@ -132,19 +130,16 @@ def mark_artist(timeline: Timeline, ops: Ops, rows: Rows) -> PolyCollection | No
         ranks = ops.ranks[marked]
         boxes.append(_boxes(ops.left[marked], ops.right[marked], ranks + top, ranks + top + height))
     corners: Any = np.concatenate(boxes)
-    artist = PolyCollection(corners, facecolors=(0, 0, 0, _MARK_DARKNESS), edgecolors="none")
-    artist.set_antialiased(False)
-    artist.set_zorder(1.2)
-    return artist
+    color = (0, 0, 0, _MARK_DARKNESS)
+    return PolyCollection(corners, facecolors=color, edgecolors="none", antialiaseds=False, zorder=1.2)
 
 
 def row_artist(timeline: Timeline, rows: Rows) -> PolyCollection:
     """Return one pale band per rank, which is visible where the rank is idle."""
     ranks = np.arange(timeline.num_ranks, dtype=float)
     left, right = np.zeros_like(ranks), np.full_like(ranks, timeline.makespan_us)
-    band = _bars(left, right, ranks + rows.bar_top, ranks + rows.bar_bottom, _IDLE_COLOR, seams=False)
-    band.set_zorder(0.9)
-    return band
+    top, bottom = ranks + rows.bar_top, ranks + rows.bar_bottom
+    return _bars(left, right, top, bottom, _IDLE_COLOR, seams=False, zorder=0.9)
 
 
 def step_end_artist(timeline: Timeline, rows: Rows) -> PolyCollection:
@@ -154,16 +149,15 @@ def step_end_artist(timeline: Timeline, rows: Rows) -> PolyCollection:
     ranks = np.array([span.rank for span in spans], float)
     colors = [to_rgb(LOOKS[look_key(span.work)].color) for span in spans]
     top = rows.bar_top + _STEP_END * (rows.bar_bottom - rows.bar_top)
-    strips = _bars(left, right, ranks + top, ranks + rows.bar_bottom, colors, seams=True)
-    strips.set_zorder(1.5)
-    return strips
+    return _bars(left, right, ranks + top, ranks + rows.bar_bottom, colors, seams=True, zorder=1.5)
 
 
-def _bars(left: Array, right: Array, top: Array, bottom: Array, colors: Any, seams: bool) -> PolyCollection:
+def _bars(
+    left: Array, right: Array, top: Array, bottom: Array, colors: Any, seams: bool, **settings: Any
+) -> PolyCollection:
     """Return filled boxes; `seams` draws white lines between them."""
-    edges = "white" if seams else "none"
-    corners = _boxes(left, right, top, bottom)
-    return PolyCollection(corners, facecolors=colors, edgecolors=edges, linewidths=0.6, antialiaseds=seams)
+    settings |= {"facecolors": colors, "edgecolors": "white" if seams else "none", "antialiaseds": seams}
+    return PolyCollection(_boxes(left, right, top, bottom), linewidths=0.6, **settings)
 
 
 def _boxes(left: Array, right: Array, top: Array, bottom: Array) -> Any:
@@ -240,9 +234,7 @@ def memory_artist(timeline: Timeline, ops: Ops, rows: Rows) -> PolyCollection:
         bottom = rank + rows.strip_bottom
         base = np.array([(times[-1], bottom), (times[0], bottom)])
         curves.append(np.concatenate([np.stack([times, _height(timeline, rows, rank, levels)], 1), base]))
-    artist = PolyCollection(curves, facecolors=MEMORY_COLOR, edgecolors="none")
-    artist.set_rasterized(_has_many(ops))
-    return artist
+    return PolyCollection(curves, facecolors=MEMORY_COLOR, edgecolors="none", rasterized=_has_many(ops))
 
 
 def limit_artist(timeline: Timeline, rows: Rows) -> LineCollection:

@@ -10,7 +10,7 @@ import click
 
 from rota.cli import common, files, reports
 from rota.cli.command import Options, Value, command
-from rota.cli.common import COUNTS, LINK, MEMORY
+from rota.cli.common import parse_memory
 from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_timeline, progress_line, terminal_columns
@@ -45,7 +45,7 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 @common.count("--batch", required=True, help="rows (samples) per step, over all replicas")
 @click.option(
     "--memory",
-    type=MEMORY,
+    type=Value("memory", parse_memory),
     metavar="SIZE",
     help="memory limit per rank, such as 40GB, or 80% for that share of the device's memory (default: none)",
 )
@@ -55,26 +55,17 @@ def _slowdowns(text: str) -> tuple[float, ...]:
     metavar="NAME",
     help="estimate costs for this device, such as h100 (default: measure them on this machine)",
 )
-@click.option(
+@common.counts(
     "--rows",
-    type=COUNTS,
-    metavar="N,N,…",
     help="numbers of rows per micro-batch to choose from, such as 1,2,4 (default: 1,2,4,8, or those in --profile)",
 )
-@click.option(
+@common.link(
     "--link",
-    type=LINK,
-    metavar="LINK",
     help="latency and rate between ranks, such as 5us,50GB/s (default: measured if MODEL.py runs on this machine; "
     "otherwise transfers take no time)",
 )
 @common.count("--node", help="ranks per node (default: all ranks on one node)")
-@click.option(
-    "--node-link",
-    type=LINK,
-    metavar="LINK",
-    help="latency and rate between nodes, such as 20us,12GB/s (default: same as --link)",
-)
+@common.link("--node-link", help="latency and rate between nodes, such as 20us,12GB/s (default: same as --link)")
 @common.file("--links", help="use measured links from `rota profile links -o cluster.json` (default: as set by --link)")
 @click.option(
     "--slowdowns",
@@ -98,7 +89,9 @@ def _slowdowns(text: str) -> tuple[float, ...]:
     "Chimera and DualPipe",
 )
 @common.count("--pipeline", help="ranks per pipeline; the remaining ranks run replicas of it (default: the fastest)")
-@common.time_limit("time limit in seconds for measuring, searching and trying the best plans (default: 60)", 60.0)
+@common.time_limit(
+    default=60.0, help="time limit in seconds for measuring, searching and trying the best plans (default: 60)"
+)
 @common.cache
 @common.json
 @common.output("FILE", "write the plan as JSON")

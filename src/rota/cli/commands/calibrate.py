@@ -30,7 +30,7 @@ from rota.schedules import NAMED
     metavar="NAME",
     help="a schedule's name, or search (default: the fastest named schedule that fits)",
 )
-@common.time_limit("with --plan search: time limit in seconds (default: 10)")
+@common.time_limit(help="with --plan search: time limit in seconds (default: 10)")
 @common.file("--costs", cls=Output, help="write the measured costs as JSON, for `rota plan --costs`")
 @common.json
 @common.output("FILE", "write the better plan as JSON or, if there is none, the same plan with the measured costs")

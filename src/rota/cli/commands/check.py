@@ -130,8 +130,7 @@ def _print_bounds(bounded: list[tuple[str, int, list[Bound]]]) -> None:
 
 def _on_devices(planned: Plan) -> DeviceOrder:
     """What is proved of devices with streams. Raises PlanError if the step could hang there."""
-    with progress_line() as show:
-        show("proving that the step cannot hang on devices …")
+    with progress_line("proving that the step cannot hang on devices …"):
         return device_order.check_device_order(planned)
 
 
@@ -151,8 +150,7 @@ class _OnTorch(NamedTuple):
 def _on_torch(path: str, planned: Plan) -> _OnTorch:
     """Raises PlanError if PyTorch's engine could hang."""
     text = files.text_of(path) if files.is_csv(path) else planned.to_csv()
-    with files.named(path), progress_line() as show:
-        show("proving that the step cannot hang on PyTorch's engine …")
+    with files.named(path), progress_line("proving that the step cannot hang on PyTorch's engine …"):
         if torch_order.has_communication(text):
             return _OnTorch(torch_order.check_torch_order(text), derives=False)
         require("torch", "torch")

@@ -65,8 +65,7 @@ def verify(options: Options) -> None:
 
     damages: dict[str, list[str]] = {}
     for saved in checkpoints.readable:
-        with progress_line() as show:
-            show(f"reading {printable(saved.path.name)} ({size_text(saved.num_bytes)}) …")
+        with progress_line(f"reading {printable(saved.path.name)} ({size_text(saved.num_bytes)}) …"):
             problem = damage(saved)
         damages[saved.path.name] = [problem] if problem else []
         if not options.json:
@@ -110,8 +109,7 @@ def export(options: Options) -> None:
         config = read_text(options.config)
         files.make_folder(options.output)
         path /= "model.safetensors"
-    with progress_line() as show:
-        show(f"writing {printable(str(path))} ({size_text(newest.num_bytes)} to read) …")
+    with progress_line(f"writing {printable(str(path))} ({size_text(newest.num_bytes)} to read) …"):
         num_tensors = saved.export(newest, path)
     if options.config is not None:
         files.write(str(path.with_name("config.json")), config, quietly=options.json)

@@ -20,8 +20,7 @@ def explain(options: Options) -> None:
     """Show why ranks are idle, largest causes first, and what would help."""
     timeline = files.read_timeline(options.timeline)
     planned = None if options.planned is None else files.read_timeline(options.planned)
-    with progress_line() as show:
-        show("simulating what would help …")
+    with progress_line("simulating what would help …"):
         explanation = accounting.explain(timeline, planned, options.cores)
     if is_measured(timeline):
         files.note_one_step("explain", options.timeline)

@@ -11,7 +11,7 @@ import click
 
 from rota.cli import common, files
 from rota.cli.command import Decorator, Group, Options, Value, command
-from rota.cli.common import WORDS, parse_words
+from rota.cli.common import parse_words
 from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import print_text, progress_line
@@ -90,9 +90,8 @@ def _checked_plan(options: Options) -> Plan:
 )
 @_plan
 @click.option("--model", required=True, metavar="FILE.py:FUNCTION", help="function that returns the model")
-@click.option(
+@common.words(
     "--cuts",
-    type=WORDS,
     metavar="NAME,…",
     help="CutPoints to cut at, by number or name; in models without any, the modules that start stages (default: the "
     "plan's cuts; if it has none, evenly spaced CutPoints)",
@@ -121,8 +120,8 @@ def torchtitan(options: Options) -> None:
     exported = load_exported_model(options.model)
     parts = _titan_parts(exported, options.cuts or planned.cuts, planned.num_stages)
     try:
-        with progress_line() as show:
-            show(f"running the {count_text(len(parts), 'stage')} of {exported.path}, each without the others …")
+        stages = count_text(len(parts), "stage")
+        with progress_line(f"running the {stages} of {exported.path}, each without the others …"):
             checked = _LEAVES_NONE if options.unchecked else _checked_parts(exported, parts)
     except SplitError as error:
         raise InputError(f"--model {exported.path}: {error}") from None
@@ -227,9 +226,7 @@ def _print_launch(planned: Plan, folder: str) -> None:
     metavar="REGEX",
     help="with --layers: regular expression that matches part of the class names of transformer layers",
 )
-@click.option(
-    "--mtp", type=common.NATURAL, default=0, metavar="N", help="number of multi-token-prediction layers (default: 0)"
-)
+@common.natural("--mtp", default=0, help="number of multi-token-prediction layers (default: 0)")
 @common.json
 @common.output("FILE", "write the layout")
 def megatron(options: Options) -> None:

@@ -86,9 +86,7 @@ def deepspeed(options: Options) -> None:
     metavar="TRACE...",
     help="trace of one rank from torch.profiler, .json or .json.gz; give one file per rank",
 )
-@click.option(
-    "--step", type=common.NATURAL, metavar="N", help="number of the profiled step, counted from 0 (default: the last)"
-)
+@common.natural("--step", help="number of the profiled step, counted from 0 (default: the last)")
 @common.cores
 @common.json
 @common.output("FILE", "write the timeline as JSON", writes="timeline")
@@ -96,8 +94,7 @@ def trace(options: Options) -> None:
     """Turn torch.profiler traces of PyTorch's pipeline engine into a timeline, and explain it."""
     from rota.interop import import_traces
 
-    with progress_line() as show:
-        show(f"reading {count_text(len(options.traces), 'trace')} …")
+    with progress_line(f"reading {count_text(len(options.traces), 'trace')} …") as show:
         imported = import_traces(options.traces, options.step, options.cores)
         show("simulating what would help …")
         explanation = accounting.explain(imported.timeline, imported.timeline.plan)

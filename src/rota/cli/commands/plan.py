@@ -57,7 +57,7 @@ _SCHEDULES = {
 @common.flag(
     "--frontier", help="for search: instead of a plan, show the shortest time per micro-batch at each memory limit"
 )
-@common.time_limit("for search: time limit in seconds (default: 10; with --frontier: 60)")
+@common.time_limit(help="for search: time limit in seconds (default: 10; with --frontier: 60)")
 @common.json
 @common.output(
     "FILE",

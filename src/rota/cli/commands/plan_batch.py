@@ -50,8 +50,7 @@ def plan_batch(options: Options) -> None:
     plans: list[rota.BatchPlan] = []
     for i, lengths in enumerate(batches):
         path = f"{options.lengths}, batch {i}" if len(batches) > 1 else options.lengths
-        with files.named(path), progress_line() as show:
-            show(f"planning batch {i} of {len(batches)}" if plans else STARTING)
+        with files.named(path), progress_line(f"planning batch {i} of {len(batches)}" if plans else STARTING):
             plans.append(rota.plan_batch(model, cluster, lengths, packed=options.packed))
         if not options.json:
             text = plans[-1].to_text()

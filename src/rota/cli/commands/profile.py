@@ -8,7 +8,6 @@ import click
 
 from rota.cli import common, files, reports
 from rota.cli.command import Options, WholeNumber, command
-from rota.cli.common import COUNTS
 from rota.cli.reports import print_json
 from rota.cli.requirements import InputError, require
 from rota.cli.screen import note, print_text, progress_line, report_columns
@@ -29,11 +28,9 @@ _REPEATS = 7
     "from Hugging Face transformers; or the word links, to measure messages between processes",
 )
 @common.model
-@click.option("--rows", type=COUNTS, metavar="N,N,…", help="rows per micro-batch (default: 1; with --lengths: 1,4)")
-@click.option(
+@common.counts("--rows", help="rows per micro-batch (default: 1; with --lengths: 1,4)")
+@common.counts(
     "--lengths",
-    type=COUNTS,
-    metavar="N,N,…",
     help="measure at these lengths and fit costs as a function of length, for samples that differ in length",
 )
 @common.count("--stages", help="with --lengths: number of stages to cut the model into (default: 2)")

@@ -8,8 +8,8 @@ from functools import partial
 import click
 
 from rota.cli import common, files
-from rota.cli.command import Options, Output, command
-from rota.cli.common import MESH
+from rota.cli.command import Options, Output, Value, command
+from rota.cli.common import parse_mesh
 from rota.cli.requirements import InputError, require_installed
 from rota.cli.screen import note
 from rota.core import reading
@@ -26,16 +26,14 @@ _MOST_PROCESSES = 1024  # that `rota run` starts
 @common.force
 @click.option(
     "--mesh",
-    type=MESH,
+    type=Value("mesh", parse_mesh),
     metavar="pp=N,dp=N,tp=N",
     help="numbers of pipeline ranks (pp), replicas (dp) and tensor-parallel shards (tp) (default: pp and dp as in the "
     "plan, tp=1)",
 )
-@click.option(
+@common.natural(
     "--max-restarts",
-    type=common.NATURAL,
     default=0,
-    metavar="N",
     help="restart all ranks if one fails, up to N times without a new checkpoint in between (default: 0)",
 )
 @common.file(

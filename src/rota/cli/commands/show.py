@@ -51,6 +51,5 @@ def _bound_us(timeline: Timeline, name: str) -> int:
     require("ortools", "search")
     from rota.search import bounds_of
 
-    with progress_line() as show:
-        show("computing lower bounds on the makespan …")
+    with progress_line("computing lower bounds on the makespan …"):
         return bounds_of(timeline.plan.placement, timeline.plan.num_microbatches)[0].us

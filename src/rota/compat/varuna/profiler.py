@@ -97,11 +97,10 @@ class Profiler:
     Args:
         model: A model with CutPoints.
         get_batch: Returns inputs as a dictionary, given the number of examples.
-        device: Ignored.
+        device, from_cache: Ignored.
         gpus_per_node: Processes on one node; None: all.
         fp16: Whether forwards compute in float16.
         out_folder: The folder for the profile.
-        from_cache: Ignored.
         add_to_existing: Whether to keep the folder's profiles of other sizes.
     """
 

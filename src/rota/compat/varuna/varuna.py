@@ -49,10 +49,8 @@ class Varuna(nn.Module):
         batch_size: Examples of a step, over all replicas.
         chunk_size: Examples of a micro-batch.
         fp16: Whether forwards compute in float16, with a loss scale.
-        local_rank: Ignored: Varuna on Rota runs on CPUs.
-        device: Ignored.
+        local_rank, device, from_cache: Ignored: Varuna on Rota runs on CPUs.
         shared_weights: Pairs of names of parameters that become one weight, with the first one's value.
-        from_cache: Ignored.
         costs: Costs of all pieces between CutPoints, as `Profiler` finds them: the cut makes the slowest stage as fast
             as possible. None: an even cut.
 
