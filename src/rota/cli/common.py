@@ -109,7 +109,6 @@ flag = partial(click.option, is_flag=True)
 count = partial(click.option, type=WholeNumber(min=1), metavar="N")
 counts = partial(click.option, type=Value("counts", parse_counts), metavar="N,N,…")
 natural = partial(click.option, type=WholeNumber(min=0), metavar="N")
-words = partial(click.option, type=Value("words", parse_words))
 micros = partial(click.option, type=WholeNumber(min=0), metavar="US")
 seconds = partial(click.option, type=click.FloatRange(min=0, max=1e9, min_open=True), metavar="S")
 size = partial(click.option, type=Value("size", parse_bytes), metavar="BYTES")
@@ -122,9 +121,8 @@ cores = count(
 )
 json = flag("--json", help="print the results as JSON instead of text")
 force = flag("--force", help="overwrite existing files")
-
-
 time_limit = partial(seconds, "--time-limit")
+cuts = partial(click.option, "--cuts", type=Value("words", parse_words))
 
 
 def output(metavar: str, help: str, *, writes: WrittenBy = "file", **settings: Any) -> Decorator[Any]:
@@ -146,8 +144,7 @@ length = count(
 )
 
 model = combined(
-    words(
-        "--cuts",
+    cuts(
         metavar="PATTERN,…",
         help="modules that can start a stage, such as 'transformer.h.*'; none of them may be inside another. In a "
         "model with rota.CutPoint modules, name some of its CutPoints (default: all CutPoints or, if there are none, "

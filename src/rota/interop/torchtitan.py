@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from rota.core import reading, schedule_csv
 from rota.core.cluster import Cluster
@@ -186,7 +186,7 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
     try:
         config = Field("parallelism", reading.load(text))
         parts = _parts(config)
-        name = Path(_text(config, "pipeline_parallel_schedule_csv", "")).name
+        name = Path(_value(config, "pipeline_parallel_schedule_csv", str, "")).name
         if not (name.isprintable() and len(name) <= reading.LONGEST_NAME):
             raise config["pipeline_parallel_schedule_csv"].wrong("a file's name of printable characters, 1,000 at most")
     except (FormatError, SplitError) as error:
@@ -200,8 +200,8 @@ def load(path: str | Path, costs: Costs | None = None, cluster: Cluster | None =
     except FormatError as error:
         raise FormatError(f"{beside}: {error}") from None
     check(plan)
-    rows = config[_ROWS].read(Positive) if _ROWS in config else 1
-    return Imported(plan, parts, _text(config, "pipeline_parallel_schedule", _LOOP), rows, _num_replicas(config))
+    rows = _value(config, _ROWS, Positive, 1)
+    return Imported(plan, parts, _value(config, "pipeline_parallel_schedule", str, _LOOP), rows, _num_replicas(config))
 
 
 def _num_replicas(config: Field) -> int | None:
@@ -224,8 +224,8 @@ def _parts(config: Field) -> Parts:
     return _require_parts(parts, len(parts))
 
 
-def _text(config: Field, name: str, default: str) -> str:
-    return config[name].read(str) if name in config else default
+def _value(config: Field, name: str, kind: Any, default: Any) -> Any:
+    return config[name].read(kind) if name in config else default
 
 
 def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: Cluster | None) -> Plan:
@@ -233,14 +233,12 @@ def _plan(csv: str, config: Field, parts: Parts, costs: Costs | None, cluster: C
     on = schedule_csv.stage_ranks(orders)
     if len(on) != len(parts):
         raise FormatError(f"the CSV runs {len(on)} stages, but there are {len(parts)} parts; give one per stage")
-    num_ranks = (
-        config["pipeline_parallel_degree"].read(Positive) if "pipeline_parallel_degree" in config else len(orders)
-    )
+    num_ranks = _value(config, "pipeline_parallel_degree", Positive, len(orders))
     if num_ranks != len(orders):
         raise FormatError(
             f"the CSV has {len(orders)} lines for pipeline_parallel_degree = {num_ranks}; it needs as many"
         )
-    schedule = _text(config, "pipeline_parallel_schedule", _LOOP)
+    schedule = _value(config, "pipeline_parallel_schedule", str, _LOOP)
     if on != (homes := _homes(schedule, len(on), num_ranks)):
         placed = "not at all" if homes is None else f"on {short(homes).strip('[]')}"
         raise FormatError(

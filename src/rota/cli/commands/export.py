@@ -90,8 +90,7 @@ def _checked_plan(options: Options) -> Plan:
 )
 @_plan
 @click.option("--model", required=True, metavar="FILE.py:FUNCTION", help="function that returns the model")
-@common.words(
-    "--cuts",
+@common.cuts(
     metavar="NAME,…",
     help="CutPoints to cut at, by number or name; in models without any, the modules that start stages (default: the "
     "plan's cuts; if it has none, evenly spaced CutPoints)",
