@@ -57,10 +57,7 @@ class _Accounts:
             self._step_ends[span.rank].append(span)
 
     def idle(self) -> tuple[Idle, ...]:
-        result: list[Idle] = []
-        for rank in range(self._timeline.num_ranks):
-            result += _joined(self._on_rank(rank))
-        return tuple(result)
+        return tuple(piece for rank in range(self._timeline.num_ranks) for piece in _joined(self._on_rank(rank)))
 
     def _on_rank(self, rank: int) -> Iterator[Idle]:
         starts, ends = self._timeline.starts_us[rank], self._timeline.ends_us[rank]
@@ -237,17 +234,14 @@ def _overlaid(pieces: Iterable[Idle], over: Sequence[Idle]) -> list[Idle]:
     return result
 
 
-def _joined(pieces: Iterable[Idle]) -> Iterator[Idle]:
+def _joined(pieces: Iterable[Idle]) -> list[Idle]:
     """One rank's pieces without empty ones; adjacent pieces that differ only in time are joined."""
-    last: Idle | None = None
+    joined: list[Idle] = []
     for piece in pieces:
         if piece.start_us >= piece.end_us:
             continue
-        if last is not None and piece.start_us == last.end_us and piece[3:] == last[3:]:  # from the cause on
-            last = last._replace(end_us=piece.end_us)
-            continue
-        if last is not None:
-            yield last
-        last = piece
-    if last is not None:
-        yield last
+        if joined and piece.start_us == joined[-1].end_us and piece[3:] == joined[-1][3:]:  # from the cause on
+            joined[-1] = joined[-1]._replace(end_us=piece.end_us)
+        else:
+            joined.append(piece)
+    return joined

@@ -67,7 +67,8 @@ def advice(timeline: Timeline, spread: Spread) -> list[Suggestion]:
     Those that do not help with all times of ops that `spread` leaves possible are not certain.
     """
     plan, before_us, commands = timeline.plan, timeline.makespan_us, _commands_to_cut(timeline.plan)
-    is_certain = spread.is_exact or spread.longest_part(_loads, _slowest(plan.placement))
+    loads = _loads(plan.placement)
+    is_certain = spread.is_exact or spread.longest_part(_loads, loads.index(max(loads)))
     suggestions = [
         Suggestion(words, gain_us, before_us - gain_us, commands, "cut", is_certain)
         for words, gain_us in _gains_of_cuts(plan)
@@ -127,12 +128,6 @@ def _loads(placement: Placement) -> list[float]:
     return [*loads.values()]
 
 
-def _slowest(placement: Placement) -> int:
-    """The index of the stage with the most work."""
-    loads = _loads(placement)
-    return max(range(len(loads)), key=loads.__getitem__)
-
-
 def _stages_text(placement: Placement, index: int) -> str:
     stages = placement.stages[index :: copies(placement)]
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {' and '.join(map(str, stages))}"
@@ -144,14 +139,13 @@ def _rebalanced(placement: Placement, usage: Usage | None) -> Iterator[tuple[str
     Only whole layers can be moved: nothing is advised where the slowest stage is ahead of the mean by less than half a
     layer of its own, if `usage` says how many it has.
     """
-    stages, period = placement.stages, copies(placement)
-    loads, index = _loads(placement), _slowest(placement)
-    load, average = loads[index], mean(loads)
+    stages, period, loads = placement.stages, copies(placement), _loads(placement)
+    load, average = max(loads), mean(loads)
+    index = loads.index(load)
     num_layers = () if usage is None else usage.num_layers
     layers = num_layers[index % len(num_layers)] if num_layers else None
-    if load <= _SLOW_STAGE * average or layers == 1:
-        return
-    if layers is not None and load - average < load / layers / 2:
+    is_slow = load > _SLOW_STAGE * average and layers != 1
+    if not is_slow or (layers is not None and load - average < load / layers / 2):
         return
     several = "" if layers else ", if it has more than one layer"
     of_model = f" ({usage.span_text(index % (len(usage.cuts) + 1))})" if usage is not None else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from statistics import median, median_low
+from statistics import linear_regression, median, median_low
 
 from rota.core.cluster import Cluster, Link
 from rota.core.errors import PlanError
@@ -172,15 +172,12 @@ def fit_link(by_size: Mapping[int, Sequence[int]], planned: Link, shared_rate: i
 
 def _rates(points: Sequence[tuple[int, int, int]]) -> list[int]:
     """Candidate rates in bytes per µs: least squares over the sizes, or the rate that the only size needs."""
-    total = sum(count for *_, count in points)
-    mean_size = sum(size * count for size, _, count in points) / total
-    mean_us = sum(us * count for _, us, count in points) / total
-    spread = sum(count * (size - mean_size) ** 2 for size, _, count in points)
-    if not spread:
+    if len(points) == 1:
         size, us, _ = points[0]
         return [-(-size // us)] if size and us else []
-    per_byte = sum(count * (size - mean_size) * (us - mean_us) for size, us, count in points) / spread
-    if per_byte <= 0 or per_byte < 1e-15:
+    sizes, times_us = zip(*((size, us) for size, us, count in points for _ in range(count)), strict=True)
+    per_byte = linear_regression(sizes, times_us).slope
+    if per_byte < 1e-15:
         return []
     rate = 1 / per_byte
     return sorted({max(int(rate), 1), int(rate) + 1, max(round(rate), 1)})

@@ -100,7 +100,7 @@ def _find_differing(
         result,
         plan=plan,
         value_us=Fraction(timeline.span_us if objective == "span" else timeline.makespan_us),
-        named=tuple(plan for plan in result.named if plan.name in names),
+        named=tuple(schedule for schedule in result.named if schedule.name in names),
         among=KEPT_SEQUENCE if keep_sequence else ANY_SEQUENCE,
     )
 

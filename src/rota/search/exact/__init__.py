@@ -43,7 +43,7 @@ def solve(
     *,
     transfers: Literal["not counted", "as in a plan", "with waits"] = "not counted",
 ) -> Exact:
-    """Looks for orders better than the best known, if any, which fit, and for a proof that there are none.
+    """Looks for orders better than `best`, the best known that fit, if any, and for a proof that there are none.
 
     `transfers` says whether what they hold is counted, by time, which small steps allow. "as in a plan": ops start as
     soon as they can, and the bound holds for all plans in which each task does its micro-batches in turn; where
