@@ -119,8 +119,10 @@ def _step_ends(timelines: Sequence[Timeline]) -> tuple[StepEnd, ...]:
             measured.setdefault(end.stage, []).append(longest.get(end.stage, (0, 0)))
     result = []
     for stage, end in sorted(planned.items()):
-        columns = zip(zip(*measured[stage], strict=True), (end.reduce_us, end.optimizer_us), strict=True)
-        result.append(StepEnd(stage, *(round(median(us)) if any(us) else planned_us for us, planned_us in columns)))
+        reductions_us, optimizers_us = zip(*measured[stage], strict=True)
+        reduce_us = round(median(reductions_us)) if any(reductions_us) else end.reduce_us
+        optimizer_us = round(median(optimizers_us)) if any(optimizers_us) else end.optimizer_us
+        result.append(StepEnd(stage, reduce_us, optimizer_us))
     return tuple(result)
 
 

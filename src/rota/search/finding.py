@@ -83,9 +83,9 @@ def _find_differing(
     progress: Callable[[Progress], None],
 ) -> SearchResult:
     """`find_plan` for micro-batches that differ."""
-    assert placement.given_microbatches is not None
-    named = [*named_plans(placement, placement.given_microbatches, lambda _: None)]
-    unfolding, plans = Unfolding(placement, keeps_sequence=True), [*named]
+    unfolding = Unfolding(placement, keeps_sequence=True)
+    named = [*named_plans(placement, unfolding.num_microbatches, lambda _: None)]
+    plans = [*named]
     if not keep_sequence:
         with suppress(SearchError):  # another sequence may fit
             first = _search(unfolding, objective, budget.share(_KEPT_SHARE * budget.seconds), progress, named)

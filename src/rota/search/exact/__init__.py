@@ -69,7 +69,7 @@ def solve(
     is_small_span = critical_path.of_span and len(window.sequence) <= MOST_TIMED_OPS
     if is_counted or is_small_span:
         gaps = Gaps(ordering)
-        if transfers == "as in a plan" or not is_counted:
+        if transfers != "with waits":
             _start_as_soon_as_possible(ordering, gaps)
         if is_counted:
             _count_transfers(ordering, gaps, problem)

@@ -128,8 +128,8 @@ class Climb:
         self.period_us = busiest_us(problem)
         kinds = np.array([task.kind.value for task in problem.placement.tasks])
         self.of_kind = [np.flatnonzero(kinds == kind) for kind in sorted(set(kinds.tolist()))]
-        is_read = problem.outputs.first[1:] > problem.outputs.first[:-1]
-        self.awaited = np.flatnonzero(is_read[problem.task_of] | ~is_read.any())  #: int64[...], nodes
+        self.is_read = problem.outputs.first[1:] > problem.outputs.first[:-1]
+        self.awaited = np.flatnonzero(self.is_read[problem.task_of] | ~self.is_read.any())  #: int64[...], nodes
         self.least_mean_us = 0.0  #: the least mean start so far
         self.is_long = int(problem.first_op[-1]) > _LONG_OPS
         heat = _HEAT * min(1.0, _LONG_OPS / int(problem.first_op[-1]))
@@ -201,16 +201,15 @@ class Climb:
         """Tasks that nothing waits for come last of all, or when their turn comes."""
         problem = self.problem
         heads = problem.heads_us.astype(np.float64)
-        is_read = problem.outputs.first[1:] > problem.outputs.first[:-1]
         last = 4 * heads.max(initial=0) + self.period_us * problem.num_microbatches
         all_caps = [self._caps(room) for room in (_ROOMS if len(self.capped) else _ROOMS[:1])]
         if len(self.capped):
             all_caps.insert(1, self._filling_caps(*_FILLS[0]))
         if len(self.capped) and self.is_long:
             all_caps = [self._filling_caps(*shape) for shape in _FILLS]
-        put_offs = (0.0,) if is_read.all() else (last, 0.0)
+        put_offs = (0.0,) if self.is_read.all() else (last, 0.0)
         for put_off, spread, patience, caps in product(put_offs, _SPREADS, _PATIENCES, all_caps):
-            yield self._plain(spread * heads + put_off * ~is_read, self.period_us, patience, caps)
+            yield self._plain(spread * heads + put_off * ~self.is_read, self.period_us, patience, caps)
 
     def _caps(self, room: float | None) -> Integers:
         """Caps in proportion to the time between a forward and its backward, `room` times what fits for the longest."""
