@@ -64,9 +64,7 @@ class Layouts:
             ambient_autocast(),
         )
         is_same_context, self.known.context = context == self.known.context, context
-        inputs = [
-            _structure_of(value) for value in (batch.inputs[:1] if batch.alike and not self._sizes else batch.inputs)
-        ]
+        inputs = [*map(_structure_of, batch.inputs[:1] if batch.alike and not self._sizes else batch.inputs)]
         is_same, self._inputs = inputs == self._inputs, inputs
         if self._sizes:
             return self._find_by_sizes(), is_same_context

@@ -417,7 +417,8 @@ class Checkpoints:
 
     def _prepare(self, path: Path) -> tuple[Checkpoint, Restoring]:
         contents = read_contents(read_saved(path))
-        restoring = self._trained.prepare(contents.num_tp_shards, contents.training, contents.index)
+        num_tp_shards = {name: len(keys) for name, keys in contents.keys.items()}  # of each weight, 1 for most
+        restoring = self._trained.prepare(num_tp_shards, contents.training, contents.index)
         restoring.reader.check()
         first = contents.training.first
         return Checkpoint(first.step, first.extra, contents.plan, path), restoring

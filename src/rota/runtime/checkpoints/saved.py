@@ -129,11 +129,6 @@ class Contents:
     index: Index
     keys: dict[str, list[str]]
 
-    @property
-    def num_tp_shards(self) -> dict[str, int]:
-        """Of each weight and buffer, 1 for most."""
-        return {name: len(keys) for name, keys in self.keys.items()}
-
 
 def read_contents(saved: Saved) -> Contents:
     """Read all but the tensors. Raises FormatError if a header has changed since it was saved, or does not fit."""

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from rota.core import reading
 from rota.core.errors import FormatError, PipelineError
 from rota.core.reading import Field, Whole, short
-from rota.runtime.checkpoints.values import DTYPES, NAMES, Size, dtype_named, require_countable, tensor_of
+from rota.runtime.checkpoints.values import DTYPES, NAMES, Size, dtype_named, tensor_of
 from rota.runtime.device.protocol import Device, is_queued
 from rota.runtime.fingerprints import bytes_of
 
@@ -99,8 +99,7 @@ def read_chunks(field: Field) -> list[Chunk]:
         )
         if not is_inside:
             raise field.wrong(f"offsets and sizes inside of the tensor {short(key)}")
-        require_countable(field, size)
-        dtype_named(field, dtype)
+        dtype_named(field, dtype, size)
     return chunks
 
 

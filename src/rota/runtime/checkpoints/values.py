@@ -135,17 +135,13 @@ def _mapping(field: Field, depth: int) -> dict[Any, Any]:
     return mapping
 
 
-def dtype_named(field: Field, name: str) -> torch.dtype:
-    """The dtype of this name. Raises FormatError."""
+def dtype_named(field: Field, name: str, size: tuple[int, ...] = ()) -> torch.dtype:
+    """The dtype of this name. Raises FormatError, also if so large a tensor has more elements than a memory bytes."""
     if name not in DTYPES:
         raise field.wrong("a dtype that safetensors has")
-    return DTYPES[name]
-
-
-def require_countable(field: Field, size: tuple[int, ...]) -> None:
-    """Raises FormatError if a tensor of this size would have more elements than any memory has bytes."""
     if math.prod(filter(None, size)) > _MOST_ELEMENTS:
         raise field.wrong("fewer elements")
+    return DTYPES[name]
 
 
 def tensor_of(field: Field, data: torch.Tensor, dtype: torch.dtype, size: tuple[int, ...]) -> torch.Tensor:
@@ -157,8 +153,7 @@ def tensor_of(field: Field, data: torch.Tensor, dtype: torch.dtype, size: tuple[
 
 def _tensor(field: Field, _depth: int) -> torch.Tensor:
     name, size, data = field.read(tuple[str, Size, bytes])  # which are written in base64
-    dtype = dtype_named(field, name)
-    require_countable(field, size)
+    dtype = dtype_named(field, name, size)
     if len(data) != math.prod(size) * dtype.itemsize:
         raise field.wrong(f"the elements of a {name} tensor of size {list(size)}")
     # `frombuffer` takes no empty buffer.
