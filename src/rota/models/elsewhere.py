@@ -32,20 +32,20 @@ def free_elsewhere(stages: Stages, local: Iterable[int]) -> None:
             with suppress(PipelineError):  # in use, as by the graph of an earlier forward: it keeps its memory
                 replace(parameter, torch.empty_like(parameter, device="meta"), holders)
     refusal = _Refusal({parameter for parameter in model.parameters() if parameter not in here})
-    model.register_forward_pre_hook(refusal.of_forward)
-    model.register_state_dict_pre_hook(refusal.of_state_dict)
+    model.register_forward_pre_hook(refusal)
+    model.register_state_dict_pre_hook(refusal)
 
 
 def refuse_incomplete(model: nn.Module) -> None:
     """Raises PipelineError if weights of `model` have been freed."""
     for hook in model._forward_pre_hooks.values():
-        if isinstance(refusal := getattr(hook, "__self__", None), _Refusal):
-            refusal.of_forward(model)
+        if isinstance(hook, _Refusal):
+            hook(model)
 
 
 @final
 class _Refusal:
-    """Refuses uses of a model as long as it has one of these parameters."""
+    """A hook before a forward or a `state_dict`: it refuses a model that has one of these parameters."""
 
     def __init__(self, gone: set[nn.Parameter]) -> None:
         self._gone = gone
@@ -54,8 +54,7 @@ class _Refusal:
         """The same: a copy of the model has parameters of its own, which may get values."""
         return self
 
-    def of_forward(self, module: nn.Module, *_: Any) -> None:
-        """A forward pre-hook."""
+    def __call__(self, module: nn.Module, *_: Any) -> None:
         names = [name for name, parameter in module.named_parameters() if parameter in self._gone]
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -64,7 +63,3 @@ class _Refusal:
                 "another rank trains it: use pipeline.evaluate or pipeline.forward, gather the whole model on the "
                 "first rank by rota.gather_weights(pipeline), or make another model"
             )
-
-    def of_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
-        """A `state_dict` pre-hook."""
-        self.of_forward(module)

@@ -19,8 +19,6 @@ _STDLIB = os.path.dirname(os.__file__)
 
 
 class _Generator(NamedTuple):
-    """How the state of one is read and set."""
-
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
@@ -76,9 +74,9 @@ class RandomStates:
 
 
 @contextmanager
-def random_state_kept(model: nn.Module) -> Iterator[None]:
+def random_state_kept(model: nn.Module, seeded: bool = False) -> Iterator[None]:
     """All `RandomStates` afterwards as they were before."""
-    states = RandomStates(model)
+    states = RandomStates(model, seeded)
     try:
         yield
     finally:

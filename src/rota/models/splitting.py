@@ -189,7 +189,6 @@ def _chosen_cut_points(candidates: Candidates, num_stages: int, cuts: Cuts | Non
 
 
 def _whole(model: nn.Module, cuts: Cuts | None) -> Stages:
-    """The model itself as the only stage."""
     _choose(1, cuts, {}, "cut")
     signature = _signature(model)
     defaults = {name: default for name, default in signature.items() if default is not Parameter.empty}

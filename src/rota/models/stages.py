@@ -343,7 +343,6 @@ class Stages:
 
 
 def _check_modules(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """The modules as a tuple: at least one, all `nn.Module`."""
     checked = tuple(modules)
     if not checked:
         raise SplitError("modules is empty: give at least one stage")
@@ -375,7 +374,6 @@ def _parse_names(
 
 
 def _parse_inputs(inputs: Inputs, num_stages: int, names: tuple[str, ...]) -> tuple[tuple[Input, ...], ...]:
-    """For each stage the inputs it reads, checked."""
     if isinstance(inputs, str):
         raise SplitError(f"inputs is the text {inputs!r}: give a list with one entry per stage, or a dict")
     if not isinstance(inputs, Mapping):

@@ -30,8 +30,6 @@ _NEEDS_VALUES = (
 
 @final
 class _ThreadState(threading.local):
-    """What this thread is running."""
-
     #: The name of the stage's own unit that runs, which may not compute with an Absent; None outside of units.
     inside: str | None = None
     #: Whether only shapes are wanted: then no operation makes a real tensor from an Absent.

@@ -137,26 +137,19 @@ class DrawnNumber:
 
     # A draw of 53 bits that equals its lower bound is left out: it happens once in 10^16 times.
 
-    def __lt__(self, bound: Any) -> bool:
-        return self._is_below(bound)
-
-    def __le__(self, bound: Any) -> bool:
-        return self._is_below(bound)
-
-    def __gt__(self, bound: Any) -> bool:
-        return not self._is_below(bound)
-
-    def __ge__(self, bound: Any) -> bool:
-        return not self._is_below(bound)
-
     def _is_below(self, bound: Any) -> bool:
         if not isinstance(bound, (int, float)) or self._low < bound <= self._high:
             self._matters()
         return bound > self._high
 
+    def _is_above(self, bound: Any) -> bool:
+        return not self._is_below(bound)
+
     def _matters(self, *_: Any, **__: Any) -> NoReturn:
         _refuse(self._model, [*traceback.walk_stack(sys._getframe())])
 
+    __lt__ = __le__ = _is_below
+    __gt__ = __ge__ = _is_above
     __hash__ = __eq__ = __ne__ = __bool__ = __float__ = __int__ = __index__ = _matters
     __neg__ = __pos__ = __abs__ = __round__ = __trunc__ = __floor__ = __ceil__ = _matters
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _matters

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rota.torch_internals import GROUPED_MM, TorchDispatchMode, address_of, name_of
 
@@ -86,11 +86,6 @@ def shape_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf if leaf.is_meta else leaf.detach().to("meta")
     return _META if isinstance(leaf, torch.device) else leaf
-
-
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether a weight of the model has no memory."""
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 @final

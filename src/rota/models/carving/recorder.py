@@ -23,7 +23,6 @@ from rota.models.carving.copies import copy_sharing, refuse_original
 from rota.models.carving.draws import is_certain, rates_read, refuse_decision, watch_python_draws
 from rota.models.carving.operations import (
     OnMeta,
-    is_on_meta,
     is_random,
     is_shape_only,
     leaves_of,
@@ -85,7 +84,7 @@ def _record(model: nn.Module, blocks: Sequence[str], opened: Set[str], inputs: M
         stack.enter_context(run_uncompiled())
         recorder.added = stack.enter_context(collect_losses())
         stack.enter_context(recorder.modules_watched({*model.modules()} - {*copied.modules()}))
-        if is_on_meta(model):
+        if any(parameter.is_meta for parameter in model.parameters()):
             stack.enter_context(OnMeta())
         stack.enter_context(recorder)
         stack.enter_context(_ValuesRead(recorder))
@@ -239,12 +238,8 @@ class _Recorder(TorchDispatchMode):
                     self.recording.bypassed.add(self._unit_of[module])
                 self._running.append(module)
 
-        hooks = register_module_forward_pre_hook(begins), register_module_forward_hook(self._ends)
-        try:
+        with register_module_forward_pre_hook(begins), register_module_forward_hook(self._ends):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _ends(self, module: nn.Module, _: Any, output: Any) -> None:
         path = self._inner.get(module)

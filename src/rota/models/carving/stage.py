@@ -8,7 +8,7 @@ the first call after them   ends the forward, except on the last stage, which re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,7 +21,7 @@ from rota.models.carving.cutting import Cutting
 from rota.models.carving.recording import Returned
 from rota.models.carving.running import Run, Stopped, install
 from rota.models.carving.units import flatten, note_names, paths, rebuild, show_whole
-from rota.models.randomness import RandomStates
+from rota.models.randomness import random_state_kept
 from rota.torch_internals import compile_alike
 
 SIZES = "shapes of inputs"  # the key under which they travel
@@ -116,15 +116,13 @@ class CarvedStage(nn.Module):
         run.begin({returned: value for returned, value in arrived.items() if returned in self._needed}, device)
         output, has_stopped = None, False
         # Stages draw idle numbers different numbers of times, and scripts draw their batches with the same generators.
-        states = RandomStates(nn.Identity(), seeded=True) if self._draws_idly else None
-        try:
-            output = self.root(**inputs)
-        except Stopped:
-            has_stopped = True
-        finally:
-            sent = run.end()
-            if states is not None:
-                states.restore()
+        with random_state_kept(nn.Identity(), seeded=True) if self._draws_idly else nullcontext():
+            try:
+                output = self.root(**inputs)
+            except Stopped:
+                has_stopped = True
+            finally:
+                sent = run.end()
         if not self._is_last and not has_stopped:
             raise run.deviation("the forward ended early")
         return self._checked(output) if self._is_last else self._sent(arrived | sent, inputs)
