@@ -97,14 +97,10 @@ def _host_laps_us(run: Run) -> list[float]:
 
 def medians(rows: Sequence[Sequence[float]], num_runs: int = 1) -> Laps:
     """Of the times of each part, in µs; each row has those of `num_runs` runs, added up."""
-    return Laps([median(column) / num_runs for column in zip(*rows, strict=True)], _spread([*map(sum, rows)]))
-
-
-def _spread(times: list[float]) -> float:
-    if len(times) < 2:
-        return 0.0
-    first, middle, third = quantiles(times, n=4, method="inclusive")
-    return round((third - first) / middle, 4) if middle else 0.0
+    times = [*map(sum, rows)]
+    first, middle, third = quantiles(times, n=4, method="inclusive") if len(times) > 1 else (0.0, 0.0, 0.0)
+    spread = round((third - first) / middle, 4) if middle else 0.0
+    return Laps([median(column) / num_runs for column in zip(*rows, strict=True)], spread)
 
 
 # --- queued devices ---------------------------------------------------------------------------------------------------

@@ -54,19 +54,16 @@ def num_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any)
     packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=made))
-    return None if _may_compute_much(func) else 0
+    if torch.Tag.pointwise in func.tags:
+        return 0
+    may_be_many = func.namespace not in _OF_PYTORCH or not _COMPUTING.isdisjoint(name_of(func).split("_"))
+    return None if may_be_many else 0
 
 
 def dtype_of(read: Sequence[Tensor], written: Sequence[Tensor]) -> torch.dtype:
     """The dtype in which an operation computes: that of its first operand, as its result may have a wider one."""
     numbers = (t.dtype for t in read if t.dtype is torch.int8 or t.is_floating_point() or t.is_complex())
     return next(numbers, (*written, *read)[0].dtype)
-
-
-def _may_compute_much(func: Any) -> bool:
-    if torch.Tag.pointwise in func.tags:
-        return False
-    return func.namespace not in _OF_PYTORCH or not _COMPUTING.isdisjoint(name_of(func).split("_"))
 
 
 def _product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:

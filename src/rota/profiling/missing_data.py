@@ -23,8 +23,9 @@ def why_not_estimated(error: Exception) -> str:
     if operation is None and not lacks_data(error):
         return ""
     place = user_place(reversed([*walk_tb(error.__traceback__)]))
+    reason = error_line(error).split(". ")[0].rstrip(".")  # PyTorch goes on about how to build it otherwise
     if operation is None:
-        return f"it cannot be estimated, because at {place} PyTorch says: {_one_line(error)}; {_ON_DEVICE}"
+        return f"it cannot be estimated, because at {place} PyTorch says: {reason}; {_ON_DEVICE}"
     name = full_name_of(operation)
     if torch.Tag.dynamic_output_shape in operation.tags:
         return (
@@ -39,8 +40,8 @@ def why_not_estimated(error: Exception) -> str:
         )
     remedy = "" if operation.namespace == "aten" else "register its shapes by torch.library.register_fake, or "
     return (
-        f"it cannot be estimated, because PyTorch cannot run {name} without data, at {place}: {_one_line(error)}; "
-        f"{remedy}{_ON_DEVICE}"
+        f"it cannot be estimated, because PyTorch cannot run {name} without data, at {place}: {reason}; {remedy}"
+        f"{_ON_DEVICE}"
     )
 
 
@@ -53,8 +54,3 @@ def module_that_raised(error: Exception) -> str:
         if name := next((path for path, module in outer.named_modules() if module is modules[-1]), ""):
             return name
     return ""
-
-
-def _one_line(error: Exception) -> str:
-    """The beginning of the message: PyTorch goes on about how to build it otherwise."""
-    return error_line(error).split(". ")[0].rstrip(".")

@@ -282,9 +282,5 @@ def optimizer_costs(
         mark()
 
     state: dict[Any, Any] = optimizer.state
-    bytes_of = [_state_bytes(state.get(parameter, {})) for parameter in parameters]
-    return OptimizerCosts(bytes_of, measure(run).us[0])
-
-
-def _state_bytes(state: Any) -> int:
-    return sum({address_of(storage): storage.nbytes() for storage in storages(state)}.values())
+    sizes = [{address_of(s): s.nbytes() for s in storages(state.get(parameter, {}))} for parameter in parameters]
+    return OptimizerCosts([sum(by_address.values()) for by_address in sizes], measure(run).us[0])
