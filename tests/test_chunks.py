@@ -29,11 +29,11 @@ def chain(num_ranks: int, sample_of: tuple[int, ...], weight_us: int | None = No
 
 def violates(plan: Plan) -> bool:
     """Whether a rank runs two chunks of a sample in the wrong order, from the words of docs/variable-batches.md."""
-    of = plan.placement.sample_of
+    samples = plan.placement.sample_of
     return any(
         a.stage == b.stage
         and a.kind == b.kind
-        and of[a.microbatch] == of[b.microbatch]
+        and samples[a.microbatch] == samples[b.microbatch]
         and (a.microbatch > b.microbatch if a.kind is Kind.F else a.microbatch < b.microbatch)
         for order in plan.orders
         for i, a in enumerate(order)
@@ -43,7 +43,7 @@ def violates(plan: Plan) -> bool:
 
 
 @given(differing_plans(), st.randoms(use_true_random=False))
-@settings(max_examples=some(30), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=some(30), suppress_health_check=[HealthCheck.filter_too_much])
 def test_check_refuses_exactly_the_wrong_orders(plan: Plan, chooser: random.Random) -> None:
     assume(plan.placement.sample_of)
     check(plan)
@@ -77,16 +77,16 @@ def test_seq1f1b_at_every_size(weight_us: int | None) -> None:
 
 def test_the_search_beats_seq1f1b_within_the_constraint() -> None:
     costs = [Costs.uniform(3, 10 + 4 * c, 20 + 8 * c, activation_bytes=1) for c in range(2)]
-    placement = Placement.of_classes([place(each, Cluster.uniform(3, 5)) for each in costs], (0, 1, 0, 1), (0, 0, 1, 1))
-    found = find_plan(placement, 4, time_limit_s=3, deterministic=True)
-    check(found.plan)
-    assert not violates(found.plan)
-    assert found.plan.placement == placement
-    named = {one.name for one in found.named}
+    placement = Placement.of_classes([place(own, Cluster.uniform(3, 5)) for own in costs], (0, 1, 0, 1), (0, 0, 1, 1))
+    result = find_plan(placement, 4, time_limit_s=3, deterministic=True)
+    check(result.plan)
+    assert not violates(result.plan)
+    assert result.plan.placement == placement
+    named = {schedule.name for schedule in result.named}
     assert "seq1f1b" in named
     assert "1f1b" not in named
-    assert found.makespan_us <= simulate(schedules.seq1f1b(placement, 4)).makespan_us
-    assert found.is_optimal
+    assert result.makespan_us <= simulate(schedules.seq1f1b(placement, 4)).makespan_us
+    assert result.is_optimal
 
 
 def test_data_streams_have_chunks_of_their_own() -> None:

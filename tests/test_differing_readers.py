@@ -29,7 +29,7 @@ from support.sampling import some
 def two_sizes(num_ranks: int = 2, class_of: tuple[int, ...] = (0, 1, 1, 0)) -> Placement:
     cluster = Cluster.uniform(num_ranks, 500, latency_us=2, bytes_per_us=3)
     costs = [Costs.uniform(num_ranks, 10 * s, 20 * s, None, 8 * s, 4 * s, reduce_us=9) for s in (1, 3)]
-    return Placement.of_classes([place(each, cluster) for each in costs], class_of)
+    return Placement.of_classes([place(own, cluster) for own in costs], class_of)
 
 
 PLAN = schedules.one_f_one_b(two_sizes(), 4)
@@ -39,17 +39,17 @@ def slower(plan: Plan) -> Timeline:
     """The timeline of a run in which all ops took twice as long."""
     tasks = plan.placement.tasks
     doubled = [
-        [Task(t.stage, t.kind, t.ranks, 2 * t.duration_us, t.held_bytes, t.peak_bytes) for t in each.tasks]
-        for each in plan.placement.classes
+        [Task(t.stage, t.kind, t.ranks, 2 * t.duration_us, t.held_bytes, t.peak_bytes) for t in own.tasks]
+        for own in plan.placement.classes
     ]
     assert len(tasks) == len(doubled[0])
-    classes = [replace(each, tasks=tuple(row)) for each, row in zip(plan.placement.classes, doubled, strict=True)]
+    classes = [replace(own, tasks=tuple(row)) for own, row in zip(plan.placement.classes, doubled, strict=True)]
     placement = Placement.of_classes(classes, plan.placement.class_of) if plan.placement.class_of else classes[0]
     return simulate(replace(plan, placement=placement))
 
 
 @given(differing_plans() | differing_plans(wired=True))
-@settings(max_examples=some(150), deadline=None)
+@settings(max_examples=some(150))
 def test_explained_compared_and_drawn(plan: Plan) -> None:
     timeline = simulate(plan)
     explanation = explain(plan)
@@ -68,7 +68,7 @@ def test_explained_compared_and_drawn(plan: Plan) -> None:
 
 
 @given(differing_plans())
-@settings(max_examples=some(100), deadline=None)
+@settings(max_examples=some(100))
 def test_calibration_finds_the_time_of_each_class(plan: Plan) -> None:
     measured = slower(plan)
     placement = calibrated(replace(measured, plan=plan))
@@ -76,16 +76,16 @@ def test_calibration_finds_the_time_of_each_class(plan: Plan) -> None:
     for task, planned in zip(placement.tasks, plan.placement.tasks, strict=True):
         batches = plan.placement.microbatches(task.stage, plan.num_microbatches)
         for c in present & {plan.placement.class_in(m) for m in batches}:
-            found, before = (
+            result, before = (
                 values_of(figure)[c] if len(values_of(figure)) > 1 else values_of(figure)[0]
                 for figure in (task.duration_us, planned.duration_us)
             )
-            assert found == 2 * before
+            assert result == 2 * before
 
 
 def test_what_takes_one_size_refuses_several() -> None:
     split = [Costs.uniform(2, 10 * s, 20 * s, 10 * s) for s in (1, 2)]
-    placement = Placement.of_classes([place(each, Cluster.uniform(2)) for each in split], (0, 1))
+    placement = Placement.of_classes([place(own, Cluster.uniform(2)) for own in split], (0, 1))
     with pytest.raises(PlacementError, match="costs_of takes micro-batches that are all alike"):
         costs_of(placement)
 

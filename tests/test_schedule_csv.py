@@ -178,11 +178,6 @@ def test_b_is_i_and_w_where_the_placement_splits_it() -> None:
 # --- what it cannot say -----------------------------------------------------------------------------------------------
 
 
-def gapped() -> Placement:
-    """Stages 0 and 2, and none between them."""
-    return Placement((Task(0, Kind.F, (0,), 1), Task(2, Kind.F, (0,), 1)), (Edge(0, 1),), Cluster.uniform(1))
-
-
 @pytest.mark.parametrize(
     ("placement", "told"),
     [
@@ -197,7 +192,10 @@ def gapped() -> Placement:
             "is for a chain, but this one lacks 1F -> 2F",
         ),
         (bidirectional(Costs.uniform(2), Cluster.uniform(2)), "but this one lacks 1F -> 2F"),
-        (gapped(), "but stage 1 has no task"),
+        (
+            Placement((Task(0, Kind.F, (0,), 1), Task(2, Kind.F, (0,), 1)), (Edge(0, 1),), Cluster.uniform(1)),
+            "but stage 1 has no task",
+        ),
         (
             Placement((Task(0, Kind.F, (0,), 1), Task(0, Kind.W, (0,), 1)), (), Cluster.uniform(1)),
             "but stage 0 has F W: number and split them like that, or keep the plan by to_json",

@@ -11,12 +11,6 @@ from rota.core.tasks import Kind
 from rota.shapes import k_shape, m_shape
 from support.tessel_shapes import tessel
 
-
-def forwards(shape: str, num_ranks: int) -> list[tuple[int, ...]]:
-    """The ranks of each stage."""
-    return [task.ranks for task in tessel(shape, num_ranks).tasks if task.kind is Kind.F]
-
-
 ALL = (0, 1, 2, 3)
 
 
@@ -32,7 +26,7 @@ ALL = (0, 1, 2, 3)
     ],
 )
 def test_ranks(shape: str, ranks: list[tuple[int, ...]]) -> None:
-    assert forwards(shape, 4) == ranks
+    assert [task.ranks for task in tessel(shape, 4).tasks if task.kind is Kind.F] == ranks
 
 
 def test_branches_meet() -> None:

@@ -118,9 +118,6 @@ class Replay:
                 total += transfer.num_bytes
         return total
 
-    def at_op(self, i: int) -> int:
-        return self.holds(started=i + 1, ended=i, now=self.starts[i])
-
     def after(self, now: int) -> int:
         """When all that happens at `now` has happened."""
         return self.holds(sum(start <= now for start in self.starts), sum(end <= now for end in self.ends), now)
@@ -132,7 +129,8 @@ class Replay:
 
     def peak(self) -> int:
         """The most at any moment; before the first, the static bytes."""
-        moments = [self.at_op(i) for i in range(len(self.order))] + [self.after(now) for now in self.instants()]
+        moments = [self.holds(started=i + 1, ended=i, now=now) for i, now in enumerate(self.starts)]
+        moments += map(self.after, self.instants())
         return max(self.plan.placement.static_bytes[self.rank], *moments)
 
 

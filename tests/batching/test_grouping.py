@@ -27,7 +27,7 @@ def least_us(sorted_lengths: list[int], curve: Curve, packed: bool, room_bytes: 
     return least[-1]
 
 
-@settings(max_examples=some(40), deadline=None)
+@settings(max_examples=some(40))
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=40),
     st.booleans(),

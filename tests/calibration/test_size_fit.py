@@ -25,19 +25,19 @@ def model_of(*forward: Curve, **others: object) -> SizeModel:
 
 
 def test_what_was_put_in_comes_out() -> None:
-    given = model_of(Curve(300.0, 5.0, 0.02), Curve(0.0, 7.5, 0.0), Curve(1000.0, 0.0, 0.1))
-    found = fit_sizes([(size, given.costs(size)) for size in SIZES])
-    assert found.error < 0.005
+    model = model_of(Curve(300.0, 5.0, 0.02), Curve(0.0, 7.5, 0.0), Curve(1000.0, 0.0, 0.1))
+    fit = fit_sizes([(size, model.costs(size)) for size in SIZES])
+    assert fit.error < 0.005
     for stage in range(3):
         for size in [*SIZES, Size.padded([100, 90, 40]), Size.padded([500])]:
-            assert found.forward_us[stage].at(size) == pytest.approx(given.forward_us[stage].at(size), rel=0.01)
-    assert found.costs(SIZES[3]).activation_bytes == given.costs(SIZES[3]).activation_bytes
-    assert found.costs(SIZES[3]).boundary_bytes == given.costs(SIZES[3]).boundary_bytes
-    assert found.static_bytes == (1000,) * 3
-    assert "fitted to 8 sizes" in found.note
+            assert fit.forward_us[stage].at(size) == pytest.approx(model.forward_us[stage].at(size), rel=0.01)
+    assert fit.costs(SIZES[3]).activation_bytes == model.costs(SIZES[3]).activation_bytes
+    assert fit.costs(SIZES[3]).boundary_bytes == model.costs(SIZES[3]).boundary_bytes
+    assert fit.static_bytes == (1000,) * 3
+    assert "fitted to 8 sizes" in fit.note
 
 
-@settings(max_examples=some(30), deadline=None)
+@settings(max_examples=some(30))
 @given(st.integers(0, 10_000))
 def test_no_coefficient_is_negative_and_no_measured_byte_is_missed(seed: int) -> None:
     rng = random.Random(seed)
@@ -47,24 +47,24 @@ def test_no_coefficient_is_negative_and_no_measured_byte_is_missed(seed: int) ->
         (size, Costs((rng.randint(0, 9999),), (rng.randint(0, 9999),), activation_bytes=(rng.randint(0, 10**6),)))
         for size in sizes
     ]
-    found = fit_sizes(measured)
-    for curves in (found.forward_us, found.backward_us, found.activation_bytes):
+    fit = fit_sizes(measured)
+    for curves in (fit.forward_us, fit.backward_us, fit.activation_bytes):
         assert min(min(curve) for curve in curves) >= 0
     for size, costs in measured:
-        assert found.costs(size).activation_bytes >= costs.activation_bytes
+        assert fit.costs(size).activation_bytes >= costs.activation_bytes
     worst = max(
         (abs(curve.at(size) - us) / us)
-        for curves, name in ((found.forward_us, "forward_us"), (found.backward_us, "backward_us"))
+        for curves, name in ((fit.forward_us, "forward_us"), (fit.backward_us, "backward_us"))
         for size, costs in measured
         for curve, us in zip(curves, getattr(costs, name), strict=True)
         if us >= 100
     )
-    assert found.error == pytest.approx(worst)
+    assert fit.error == pytest.approx(worst)
 
 
 def test_a_noisy_time_is_said() -> None:
-    given = model_of(Curve(300.0, 5.0, 0.02))
-    noisy = [(size, given.costs(size)) for size in SIZES]
+    model = model_of(Curve(300.0, 5.0, 0.02))
+    noisy = [(size, model.costs(size)) for size in SIZES]
     size, costs = noisy[5]
     noisy[5] = size, Costs((round(costs.forward_us[0] * 1.5),), costs.backward_us, boundary_bytes=0)
     assert 0.2 < fit_sizes(noisy).error < 0.5

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.schedules import NAMED
 from support import ROOT
 from support.commands import output_of
+from support.faulty_training import processes_in
 from support.pages import python_blocks
 from support.parsing import options_of
 from support.pool import Pool
@@ -99,10 +99,10 @@ def test_every_option_after_the_script_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is the script's: `rota run` does not take it."""
-    given: list[list[str]] = []
+    passed_on: list[list[str]] = []
 
     def started(_: Plan, script: str, arguments: list[str], *__: object) -> None:
-        given.append(arguments)
+        passed_on.append(arguments)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rota.runtime.launching.launch.launch", started)
@@ -111,10 +111,10 @@ def test_every_option_after_the_script_is_reported(
     assert {"--verify-microbatches", "--timeline"} < {*options}
     code, error = refused(tmp_path, monkeypatch, capfd, "plan.json", "train.py", *options)
     reported = [line.removeprefix("rota run: ").partition(" comes after the script")[0] for line in error.splitlines()]
-    assert (code, reported, given.pop()) == (130, [*options, "interrupted"], options)
+    assert (code, reported, passed_on.pop()) == (130, [*options, "interrupted"], options)
     code, error = refused(tmp_path, monkeypatch, capfd, "plan.json", "train.py", "--timeline=x.json", "--steps")
     assert error.startswith("rota run: --timeline comes after the script")
-    assert (code, error.count("\n"), given.pop()) == (130, 2, ["--timeline=x.json", "--steps"])
+    assert (code, error.count("\n"), passed_on.pop()) == (130, 2, ["--timeline=x.json", "--steps"])
 
 
 def test_ctrl_c_before_there_is_a_pipeline_says_so(
@@ -144,16 +144,6 @@ def test_demo(tmp_path: Path) -> None:
     assert commands == ["autoplan", "run", "compare", "explain"]
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of the processes that work in `folder`."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (process / "cwd").readlink() == folder:
-                found.append((process / "cmdline").read_text())
-    return found
-
-
 @pytest.mark.parametrize(
     "signal_number",
     [signal.SIGINT, *(pytest.param(other, marks=pytest.mark.faults) for other in (signal.SIGTERM, signal.SIGKILL))],
@@ -169,15 +159,15 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, signal_number: signal.Sig
         assert [launcher.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
         launcher.send_signal(signal_number)
         code = launcher.wait(150)
-        told = launcher.stderr.read()
+        words = launcher.stderr.read()
     if signal_number is not signal.SIGKILL:
-        assert "Traceback" not in told
-        assert told.count("\n") == 1
-        assert code == 128 + signal_number, told
+        assert "Traceback" not in words
+        assert words.count("\n") == 1
+        assert code == 128 + signal_number, words
     deadline = time.monotonic() + 200
-    while processes_of(tmp_path) and time.monotonic() < deadline:
+    while processes_in(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert processes_of(tmp_path) == []
+    assert processes_in(tmp_path) == []
 
 
 def test_arguments_the_device_and_pipelines_of_two_plans(tmp_path: Path) -> None:
@@ -200,28 +190,18 @@ def test_the_page_on_meshes_does_what_it_says(pool: Pool, tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text(blocks_of(page, "python")[0])
     planning, running = re.findall(r"^    rota (.*)$", page.read_text(), flags=re.MULTILINE)
     output_of(pool, tmp_path, f"rota {planning}")
-    (told,) = re.findall(r"^loss .*$", output_of(pool, tmp_path, f"rota {running}"), flags=re.MULTILINE)
+    (words,) = re.findall(r"^loss .*$", output_of(pool, tmp_path, f"rota {running}"), flags=re.MULTILINE)
     without = " ".join(word for word in running.split() if "mesh" not in word and "pp=" not in word)
-    assert told in output_of(pool, tmp_path, f"rota {without}")
+    assert words in output_of(pool, tmp_path, f"rota {without}")
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--mesh", "pp=3"], "--mesh pp=3: plan.json is for 2 ranks; leave pp out"),
-    ],
-)
 def test_a_mesh_that_does_not_fit(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    options: list[str],
-    told: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_plan(tmp_path)
-    code, error = refused(tmp_path, monkeypatch, capfd, *options, "plan.json", "train.py")
+    code, error = refused(tmp_path, monkeypatch, capfd, "--mesh", "pp=3", "plan.json", "train.py")
     assert code == 2
-    assert told in error
+    assert "--mesh pp=3: plan.json is for 2 ranks; leave pp out" in error
 
 
 def test_a_training_goes_on_with_another_plan_as_the_docs_say(pool: Pool, tmp_path: Path) -> None:

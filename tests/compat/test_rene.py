@@ -75,10 +75,10 @@ def test_1f1b_is_rota_s(num_stages: int, num_micro_batches: int) -> None:
 
 def test_early_recomputation() -> None:
     """A stage recomputes ahead once it has no forward left; the last one always recomputes with its backward."""
-    found = [
+    results = [
         " ".join(f"{short(inst)}{inst.micro_batch_id}" for inst in EarlyRecomputation1F1B(3, 4, s)) for s in (0, 2)
     ]
-    assert found == ["F0 F1 F2 FB0 F3 FB1 R2 B2 R3 B3", "F0 FB0 F1 FB1 F2 FB2 F3 FB3"]
+    assert results == ["F0 F1 F2 FB0 F3 FB1 R2 B2 R3 B3", "F0 FB0 F1 FB1 F2 FB2 F3 FB3"]
 
 
 def short(inst: Instruction) -> str:
@@ -124,7 +124,7 @@ def test_an_unknown_algorithm_schedules_nothing() -> None:
 # --- the critical path ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=some(60), deadline=None)
+@settings(max_examples=some(60))
 @given(
     st.integers(1, 4),
     st.integers(1, 5),
@@ -146,8 +146,8 @@ def test_a_cycle_is_told() -> None:
 
     with pytest.raises(ReneError) as error:
         ReneDAG(GPipe, 1, 1, {Forward: [1], Backward: [1]}, [back])
-    told = str(error.value).partition("; ")[0]
-    assert told in (
+    message = str(error.value).partition("; ")[0]
+    assert message in (
         "instructions wait for each other: Forward(S0B0) -> Backward(S0B0) -> Forward(S0B0)",
         "instructions wait for each other: Backward(S0B0) -> Forward(S0B0) -> Backward(S0B0)",
     )
@@ -166,36 +166,32 @@ def one(inst1: Forward, inst2: Forward) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "message"),
     [
         (unannotated, "argument inst1 of dependency rule unannotated has no annotation; annotate its type"),
         (of_numbers, "argument inst1 of dependency rule of_numbers is annotated <class 'int'>; use Instruction"),
         (one, r"dependency rule one returned 1 for Forward\(S0B0\) and Forward\(S0B0\); return True or False"),
     ],
 )
-def test_rules_that_are_refused(rule: Any, told: str) -> None:
-    with pytest.raises(ReneError, match=told):
+def test_rules_that_are_refused(rule: Any, message: str) -> None:
+    with pytest.raises(ReneError, match=message):
         ReneDAG(GPipe, 2, 2, {Forward: [1, 1], Backward: [1, 1]}, [rule])
 
 
 @pytest.mark.parametrize(
-    ("durations", "told"),
+    ("durations", "message"),
     [
         ({Forward: [1, 1], Backward: [1]}, r"durations\[Backward\] is for 1 stages, not for num_stages=2"),
         ({Forward: [1, 1]}, r"durations has nothing for Backward, which Backward\(S0B1\) is; add it"),
         ({Forward: [1, -1], Backward: [1, 1]}, r"the duration of Forward\(S1B0\) is -1; give a number of 0 or more"),
     ],
 )
-def test_durations_that_are_refused(durations: Any, told: str) -> None:
-    with pytest.raises(ReneError, match=told):
+def test_durations_that_are_refused(durations: Any, message: str) -> None:
+    with pytest.raises(ReneError, match=message):
         ReneDAG(GPipe, 2, 2, durations)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def boxes(ax: Axes) -> list[tuple[float, ...]]:
-    return [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in ax.patches]
 
 
 def test_the_picture_of_1f1b_with_its_critical_path(tmp_path: Path) -> None:
@@ -212,7 +208,7 @@ def test_the_picture_of_1f1b_with_its_critical_path(tmp_path: Path) -> None:
     vis.draw_critical_path(ax)
     ax.figure.savefig(tmp_path / "pipeline.png")
     expected = [(i.actual_start, i.stage_id, pytest.approx(i.duration), 1) for i in dag.insts]
-    assert boxes(ax) == expected
+    assert [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in ax.patches] == expected
     assert [text.get_text() for text in ax.texts] == [str(inst.micro_batch_id) for inst in dag.insts]
     (line,) = ax.lines
     assert (line.get_xdata()[0], line.get_xdata()[-1]) == (0, 34.6)
@@ -241,8 +237,8 @@ def test_power_colors() -> None:
     dag.schedule()
     ax = axes()
     PipelineVisualizer(dag, power_color="gray", normalizer=Normalize(0, 200)).draw(ax)
-    found = [patch.get_facecolor()[0] for patch in ax.patches]
-    assert found == pytest.approx([0.5, 0.125, 0.125, 0.125], abs=0.01)
+    results = [patch.get_facecolor()[0] for patch in ax.patches]
+    assert results == pytest.approx([0.5, 0.125, 0.125, 0.125], abs=0.01)
     assert ax.texts[1].get_color() == "#ffffff", "white on a dark colour"
     without = uniform(GPipe, 1, 1)
     without.schedule()

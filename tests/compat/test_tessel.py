@@ -135,13 +135,10 @@ def test_adding_blocks() -> None:
 )
 def test_placements_are_rota_s_shapes(ours: str, theirs: str) -> None:
     """The same tasks on the same ranks, the same edges."""
-    expected, found = tessel(ours, 4, 6), placement_from(PLACEMENTS[theirs](4))
-    assert set(found.tasks) == set(expected.tasks)
-    assert edges_of(found) == edges_of(expected)
-
-
-def placement_from(schedule: SchedPlan):
-    return placement_of(schedule, 6, schedule.added_blocks())
+    expected, schedule = tessel(ours, 4, 6), PLACEMENTS[theirs](4)
+    placement = placement_of(schedule, 6, schedule.added_blocks())
+    assert set(placement.tasks) == set(expected.tasks)
+    assert edges_of(placement) == edges_of(expected)
 
 
 def edges_of(placement) -> set:

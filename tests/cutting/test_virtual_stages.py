@@ -138,16 +138,13 @@ def cut_within(num_nodes: int, layer_costs: LayerCosts, **options: Any) -> Cut:
         return cut(layer_costs, **options)
 
 
-def all_cuts(num_layers: int, num_stages: int) -> list[list[int]]:
-    return [[0, *inner, num_layers] for inner in combinations(range(1, num_layers), num_stages - 1)]
-
-
 @given(questions())
 @settings(max_examples=some(200))
 def test_no_cut_that_fits_is_better(question: tuple[LayerCosts, dict[str, Any]]) -> None:
     layer_costs, options = question
     ranks = options["ranks"]
-    cuts = all_cuts(layer_costs.num_layers, len(ranks))
+    n = layer_costs.num_layers
+    cuts = [[0, *inner, n] for inner in combinations(range(1, n), len(ranks) - 1)]
     possible = [times for times, fits in (weighed(layer_costs, each, options) for each in cuts) if fits]
     if not possible:
         with pytest.raises(SplitError, match=r"within limit_bytes .*: raise the limit, recompute more stages"):

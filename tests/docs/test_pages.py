@@ -88,11 +88,6 @@ def commands(page: Path) -> Iterator[str]:
         yield re.sub(r"( +#|   ).*$", "", line)  # without what is told beside it
 
 
-def in_code(page: Path) -> Iterator[str]:
-    """Inline `rota …` mentions."""
-    yield from re.findall(r"`(rota [^`\n]*)`", text_of(page))
-
-
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_are_understood(page: Path) -> None:
     for line in commands(page):
@@ -103,7 +98,7 @@ def test_commands_are_understood(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_in_the_text_exist(page: Path) -> None:
-    for mention in in_code(page):
+    for mention in re.findall(r"`(rota [^`\n]*)`", text_of(page)):
         _, *words = mention.split()
         if not words or not words[0].isascii() or words[0].startswith("-"):
             continue

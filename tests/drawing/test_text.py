@@ -79,7 +79,7 @@ def charts(text):
     return [line[start : len(head) - len("  bubble")] for line in lines if line.startswith("rank")]
 
 
-@settings(max_examples=some(60), deadline=None)
+@settings(max_examples=some(60))
 @given(
     schedule=st.sampled_from(["1f1b", "gpipe"]),
     num_stages=st.integers(1, 12),
@@ -112,7 +112,7 @@ def test_no_line_is_wider_than_asked(schedule, num_stages, stages_per_rank, widt
     assert "\x1b[" not in text
 
 
-@settings(max_examples=some(25), deadline=None)
+@settings(max_examples=some(25))
 @given(
     num_microbatches=st.integers(1, 30),
     width=st.integers(60, 300),

@@ -63,10 +63,6 @@ def _text_of(from_json: Callable[[str], Any]) -> Callable[[Path, Random], Any]:
     return lambda path, _: from_json(reading.read_text(path))
 
 
-def _first_traces() -> list[str]:
-    return [run[0] for run in seeds.trace_texts()]
-
-
 TARGETS = {
     "plans": Target(seeds.plan_texts, "plan.json", _plan, verdicts.of_plan, 60_000),
     "csv": Target(seeds.csv_texts, "plan.csv", _plan, verdicts.of_plan, 40_000),
@@ -74,7 +70,9 @@ TARGETS = {
     "costs": Target(
         seeds.costs_texts, "costs.json", lambda path, _: files.read_costs(str(path)), verdicts.of_costs, 5_000
     ),
-    "traces": Target(_first_traces, "trace0.json", _read_traces, verdicts.of_traces, 4_000),
+    "traces": Target(
+        lambda: [first for first, *_ in seeds.trace_texts()], "trace0.json", _read_traces, verdicts.of_traces, 4_000
+    ),
     "schedules": Target(
         seeds.schedule_texts, "schedule.json", lambda path, _: SchedPlan.load(path), verdicts.of_schedule, 2_000
     ),

@@ -42,6 +42,7 @@ from rota.cli.commands.checkpoint import checkpoint
 from rota.runtime.checkpoints.saved import digest
 from rota.runtime.checkpoints.values import DTYPES
 from rota.schedules import gpipe
+from support.checkpoint_runs import Halving
 
 Files = dict[str, bytes | Callable[[Path], object]]  # by name: contents, or what makes something else of the name
 _STEP = "step-2"
@@ -117,16 +118,6 @@ class Training:
         self._exits.close()
 
 
-class Halving:
-    """A schedule with a state of its own."""
-
-    def __init__(self) -> None:
-        self.factor = 0.5
-
-    def __call__(self, step: int) -> float:
-        return self.factor**step
-
-
 @cache
 def training() -> Training:
     sys.addaudithook(_watch)
@@ -162,13 +153,13 @@ _PATCH = b"\x80\x02cpathlib\nPurePath\nN}X\n\x00\x00\x00__fspath__cbuiltins\nrep
 
 @cache
 def payloads() -> tuple[bytes, ...]:
-    found = []
+    pickles = []
     for trap in (Trap(), {"records": Trap(), "scheduler": None, "random": None}, [Trap()]):
-        found += [pickle.dumps(trap, protocol) for protocol in (0, 2, 5)]
+        pickles += [pickle.dumps(trap, protocol) for protocol in (0, 2, 5)]
         torch.save(trap, zipped := io.BytesIO())
         torch.save(trap, legacy := io.BytesIO(), _use_new_zipfile_serialization=False)
-        found += [zipped.getvalue(), legacy.getvalue()]
-    return (*found, _PATCH, b"cos\nsystem\n(S'touch canary'\ntR.", b"\x80\x04\x95")
+        pickles += [zipped.getvalue(), legacy.getvalue()]
+    return (*pickles, _PATCH, b"cos\nsystem\n(S'touch canary'\ntR.", b"\x80\x04\x95")
 
 
 _STRANGE_NAMES = (
@@ -271,10 +262,10 @@ def _change_random_state(files: Files, chooser: Random) -> None:
 def _swap(files: Files, chooser: Random) -> None:
     if len(files) < 2:  # one has been removed
         return
-    one, other = chooser.sample(sorted(files), 2)
-    files[one], files[other] = files[other], files[one]
+    first, second = chooser.sample(sorted(files), 2)
+    files[first], files[second] = files[second], files[first]
     if chooser.random() < 0.3:
-        files[other] = files[one]
+        files[second] = files[first]
 
 
 def _remove(files: Files, chooser: Random) -> None:
@@ -433,7 +424,7 @@ def _read(folder: Path, before: str, chooser: Random) -> str:
         _act("export", folder)
     is_whole = _act("verify", folder) == 0
     try:
-        found = training().checkpoints.load()
+        loaded = training().checkpoints.load()
     except PipelineError as refusal:
         error = refusal
     else:
@@ -443,12 +434,12 @@ def _read(folder: Path, before: str, chooser: Random) -> str:
         assert not (is_whole and "no other checkpoint is whole" in str(error)), f"verified, but damaged: {error}"
         verdicts.refused(error)
         return "of another model or optimizer" if is_whole else "damaged"
-    if found is None:
+    if loaded is None:
         assert not is_whole
         return "no checkpoint"
     path = folder / _STEP
     assert is_whole, "loaded what verify finds damaged"
-    assert found.step == json.loads((path / "rota.json").read_text())["step"]
+    assert loaded.step == json.loads((path / "rota.json").read_text())["step"]
     _compare(Stranger.of(path))
     return "accepted"
 
@@ -470,27 +461,27 @@ def _act(action: str, folder: Path) -> int | None:
     return ended
 
 
-def _compare(found: Stranger) -> None:
+def _compare(saved: Stranger) -> None:
     """What was loaded is what the files say."""
     model, optimizer, scheduler = training().model, training().optimizer, training().scheduler
     for name, tensor in model.state_dict().items():
-        assert _same(tensor, found.tensors[f"model/{name}"]), f"{name} was not loaded right"
+        assert _same(tensor, saved.tensors[f"model/{name}"]), f"{name} was not loaded right"
     records = {
-        key: (group, *_plain(state)) for group in found.training["groups"] for key, state in group["weights"].items()
+        key: (group, *_plain(state)) for group in saved.training["groups"] for key, state in group["weights"].items()
     }
     for name, parameter in model.named_parameters():
         state, (shared, tensors, values) = optimizer.state[parameter], records[name]
         assert set(state) == {*tensors, *values}
         for key in tensors:
-            assert _same(state[key], found.tensors[f"optimizer/{name}/{key}"]), f"{key} of {name} was not loaded right"
+            assert _same(state[key], saved.tensors[f"optimizer/{name}/{key}"]), f"{key} of {name} was not loaded right"
         group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
         for key, value in shared["options"].items():
             if isinstance(value, (int, float, str)):
                 assert repr(group[key]) == repr(value), f"{key} of {name} is {group[key]}, saved as {value}"
-    for key, value in _plain(found.training["scheduler"])[1].items():
+    for key, value in _plain(saved.training["scheduler"])[1].items():
         if isinstance(value, (int, float, str)):
             assert repr(scheduler.state_dict()[key]) == repr(value)
-    drawn = found.training["random"]
+    drawn = saved.training["random"]
     assert base64.b64decode(drawn["cpu"]["$tensor"][2]) == torch.get_rng_state().numpy().tobytes()
     _, (*words, position), _ = random.getstate()
     of_python = _plain(drawn["python"])
@@ -503,6 +494,6 @@ def _plain(value: Any) -> Any:
     return value["$tuple"] if isinstance(value, dict) else value
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """To the bit: nan too."""
-    return one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+    return left.dtype == right.dtype and left.shape == right.shape and left.numpy().tobytes() == right.numpy().tobytes()

@@ -5,7 +5,7 @@ What is read is used by functions of which none may raise an error, but where `t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -67,7 +67,8 @@ def of_plan(loaded: Plan | Timeline, chooser: Random) -> str:
     assert all(read in (None, loaded) for read in again)
     timeline = simulate(loaded)
     assert_right(timeline)
-    assert_fits(timeline)
+    for peak, limit in zip(timeline.peak_memory_bytes, loaded.placement.cluster.limit_bytes, strict=True):
+        assert limit is None or peak <= limit
     use(timeline, chooser)
     return "accepted"
 
@@ -104,33 +105,19 @@ def assert_right(timeline: Timeline) -> None:
     """A simulated timeline obeys its plan: nothing overlaps, and nothing starts before what it reads is there."""
     plan = timeline.plan
     assert Timeline.from_json(timeline.to_json()) == timeline
-    ends: dict[tuple[int, Op], int] = {}
-    for span in timeline.op_spans():
-        assert isinstance(span.work, Op)
-        ends[span.rank, span.work] = span.end_us
+    spans = {(span.rank, span.work): span for span in timeline.op_spans()}
     for rank, starts in enumerate(timeline.starts_us):
         assert all(after >= before for before, after in zip(timeline.ends_us[rank], starts[1:], strict=False))
         assert timeline.makespan_us >= timeline.busy_us[rank]
-    for rank, op, start in _starts(timeline):
+    for (rank, op), span in spans.items():
         target = plan.placement.index[op.stage, op.kind]
         for edge in plan.placement.edges:
             source = plan.placement.tasks[edge.source]
             if edge.target == target:
-                made = max(ends[other, Op(source.stage, source.kind, op.microbatch)] for other in source.ranks)
-                assert made <= start, f"{op} on rank {rank} starts at {start}, before {source} ends at {made}"
+                made = max(spans[r, Op(source.stage, source.kind, op.microbatch)].end_us for r in source.ranks)
+                assert made <= span.start_us, f"{op} on rank {rank} starts at {span.start_us}, {source} ends at {made}"
     assert len(plan.wire_order) == plan.num_ops + len(plan.transfers)
-    assert len(ends) == sum(len(order) for order in plan.orders)
-
-
-def _starts(timeline: Timeline) -> Iterator[tuple[int, Op, int]]:
-    for rank, order in enumerate(timeline.plan.orders):
-        for op, start in zip(order, timeline.starts_us[rank], strict=True):
-            yield rank, op, start
-
-
-def assert_fits(timeline: Timeline) -> None:
-    for peak, limit in zip(timeline.peak_memory_bytes, timeline.plan.placement.cluster.limit_bytes, strict=True):
-        assert limit is None or peak <= limit
+    assert len(spans) == sum(len(order) for order in plan.orders)
 
 
 def of_costs(costs: Costs, chooser: Random) -> str:

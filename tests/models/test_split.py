@@ -84,8 +84,8 @@ def values() -> Tensor:
 
 
 def grads(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor | None]:
-    found = {name: parameter.grad for name, parameter in parameters}
-    return {name: grad for name, grad in found.items() if grad is not None}
+    by_name = {name: parameter.grad for name, parameter in parameters}
+    return {name: grad for name, grad in by_name.items() if grad is not None}
 
 
 def assert_same(model: nn.Module, stages: Stages, batch: Any) -> None:
@@ -129,7 +129,7 @@ def test_gpt_table() -> None:
     ]
 
 
-@settings(derandomize=True, max_examples=some(25), deadline=None)
+@settings(derandomize=True, max_examples=some(25))
 @given(st.data())
 def test_any_cuts_of_any_gpt(data: st.DataObject) -> None:
     num_blocks = data.draw(st.integers(1, 6))
@@ -140,7 +140,7 @@ def test_any_cuts_of_any_gpt(data: st.DataObject) -> None:
     assert_same(model, stages, tokens())
 
 
-@settings(derandomize=True, max_examples=some(25), deadline=None)
+@settings(derandomize=True, max_examples=some(25))
 @given(num_blocks=st.integers(0, 12), num_stages=st.integers(1, 13))
 def test_default_cuts_are_even(num_blocks: int, num_stages: int) -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(num_blocks + 1)))
@@ -195,7 +195,7 @@ def test_alike_layers_are_blocks_and_lists_inside_of_them_are_not(layers: Callab
 
 
 @pytest.mark.parametrize(
-    ("model", "cuts", "found"),
+    ("model", "cuts", "chosen"),
     [
         (GPT, ["cuts[1]"], ("cuts[1]",)),
         (GPT, ["cuts.3", 0], ("cuts[0]", "cuts[3]")),
@@ -206,11 +206,11 @@ def test_alike_layers_are_blocks_and_lists_inside_of_them_are_not(layers: Callab
     ],
 )
 def test_cuts_to_choose_from(
-    model: Callable[[], nn.Module | Stages], cuts: list[int | str], found: tuple[str, ...]
+    model: Callable[[], nn.Module | Stages], cuts: list[int | str], chosen: tuple[str, ...]
 ) -> None:
     made = model()
     stages, names = finest(made, tokens(), cuts)
-    assert (names, stages.cuts, len(stages)) == (found, found, len(found) + 1)
+    assert (names, stages.cuts, len(stages)) == (chosen, chosen, len(chosen) + 1)
     for unknown in ("blocks.*", "blocks.2"):
         with pytest.raises(SplitError, match=rf"cuts has '{unknown}', which is not a possible cut.* cuts are: "):
             finest(made, tokens(), [*cuts, unknown])
@@ -230,7 +230,7 @@ def test_skip_over_stages_and_several_values_on_one_edge() -> None:
     chain, direct = (split(model, 4, example=values(), direct_skips=skips) for skips in (False, True))
     assert [edge[:2] for edge in chain.edges] == [(0, 1), (1, 2), (2, 3)]
     assert [edge[:2] for edge in direct.edges] == [(0, 1), (1, 2), (0, 3), (2, 3)]
-    sent = {target: [one.name for one in direct.carried if one[:2] == (0, target)] for target in (1, 3)}
+    sent = {target: [value.name for value in direct.carried if value[:2] == (0, target)] for target in (1, 3)}
     assert sent == {1: ["a", "cuts[0]"], 3: ["a"]}
     for stages in (chain, direct):
         assert_same(model, stages, values())
@@ -269,16 +269,16 @@ def step(rank: int, stages: Stages, plan: Plan, inputs: list[Any], targets: Tens
 
 @pytest.mark.dist
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("given", ["dict", "own entries", "tuple"])
-def test_each_rank_may_be_given_what_it_reads(pool: Pool, num_stages: int, given: str) -> None:
+@pytest.mark.parametrize("form", ["dict", "own entries", "tuple"])
+def test_each_rank_may_be_given_what_it_reads(pool: Pool, num_stages: int, form: str) -> None:
     torch.manual_seed(2)
     x, shift, mask, targets = torch.randn(4, 8, WIDTH, dtype=torch.float64)
     batch = {"x": x, "shift": shift, "mask": mask}
     stages = split(Masked().double(), num_stages, example=batch)
     inputs: list[Any] = [
-        (tuple(batch.values()) if given == "tuple" else batch) if read else None for read in stages.inputs
+        (tuple(batch.values()) if form == "tuple" else batch) if read else None for read in stages.inputs
     ]
-    if given == "own entries":
+    if form == "own entries":
         inputs = [{str(name): batch[str(name)] for name in read} or None for read in stages.inputs]
     plan = one_f_one_b(place(Costs.uniform(num_stages), Cluster.uniform(num_stages)), 4)
     by_rank = pool.run(num_stages, step, stages, plan, inputs, targets)
@@ -307,8 +307,8 @@ def test_parameters_and_buffers_read_by_the_forward_move_to_their_stage() -> Non
     stages = split(model, 3, example=values())
     assert [dict(stage.named_parameters(recurse=False)).keys() for stage in stages] == [set(), {"scale"}, set()]
     again = pickle.loads(pickle.dumps(stages))
-    for each in (stages, again, copy.deepcopy(stages)):
-        assert [{name for name in stage.state_dict() if "." not in name} for stage in each] == [
+    for version in (stages, again, copy.deepcopy(stages)):
+        assert [{name for name in stage.state_dict() if "." not in name} for stage in version] == [
             {"kept"},
             {"kept", "scale"},
             {"calls"},  # which nothing reads

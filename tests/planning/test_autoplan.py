@@ -117,7 +117,7 @@ def fits(plan: rota.Plan) -> bool:
     return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
-@settings(max_examples=some(20), deadline=None)
+@settings(max_examples=some(20))
 @given(questions())
 def test_never_worse_than_a_named_schedule_on_equal_layers(request: Request) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +135,7 @@ def test_never_worse_than_a_named_schedule_on_equal_layers(request: Request) -> 
     assert answer.best.makespan_us == simulate(answer.plan).makespan_us
 
 
-@settings(max_examples=some(20), deadline=None)
+@settings(max_examples=some(20))
 @given(questions())
 def test_no_plan_beats_a_bound(request: Request) -> None:
     for layout, candidate, plan in brute_force(request):

@@ -18,7 +18,7 @@ from rota.schedules import one_f_one_b
 from support import ROOT
 from support.networks import StepResult, assert_equal_steps, gradients_of
 from support.pool import Pool
-from support.text_models import IGNORED, LONGEST, gpt_stages, samples, summed_loss
+from support.text_models import IGNORED, LONGEST, gpt_stages, samples, step_by_sample, summed_loss
 
 pytestmark = pytest.mark.dist
 
@@ -46,9 +46,9 @@ def even_length(sample: Tensor) -> int:
     return tokens_in(sample) + tokens_in(sample) % 2
 
 
-def planner_of(pipeline: Pipeline, given: Any, **options: Any) -> rota.Planner:
+def planner_of(pipeline: Pipeline, batches: Any, **options: Any) -> rota.Planner:
     options = {"num_ranks": pipeline.plan.num_ranks, "tokens": TOKENS} | options
-    return rota.Planner(pipeline, given, collate, PLAN_WITH, length_of=even_length, options=options)
+    return rota.Planner(pipeline, batches, collate, PLAN_WITH, length_of=even_length, options=options)
 
 
 def base_plan(num_ranks: int) -> rota.Plan:
@@ -59,8 +59,8 @@ def train(rank: int, num_batches: int, dp: int) -> list[tuple[StepResult, Any]]:
     results = []
     mesh = rota.mesh(pp=2, dp=dp)
     with Pipeline(gpt_stages(2), base_plan(2), summed_loss, mesh=mesh, check_data="never") as pipeline:
-        given = batches(num_batches) if pipeline.reads_inputs or pipeline.reads_targets else None
-        for batch in planner_of(pipeline, given):
+        own_batches = batches(num_batches) if pipeline.reads_inputs or pipeline.reads_targets else None
+        for batch in planner_of(pipeline, own_batches):
             assert (batch.inputs is not None) == (pipeline.rank == 0)
             assert (batch.targets is not None) == (pipeline.rank == 1)
             for parameter in pipeline.parameters():
@@ -71,27 +71,16 @@ def train(rank: int, num_batches: int, dp: int) -> list[tuple[StepResult, Any]]:
     return results
 
 
-def unsplit(batch: list[Tensor]) -> StepResult:
-    """The whole batch, sample by sample, without any padding."""
-    stages = gpt_stages(2)
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for sample in batch:
-        loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
-        total, count = total + loss, count + tokens_in(sample)
-    (total / count).backward()
-    return StepResult(float(total.detach()) / count, gradients_of(stages, range(2)))
-
-
 @pytest.mark.parametrize("dp", [1, 2])
 def test_every_batch_is_planned_and_exact(pool: Pool, dp: int) -> None:
     by_process = pool.run(2 * dp, train, 4, dp)
-    assert [len(of) for of in by_process] == [4] * (2 * dp)
-    for i, given in enumerate(batches(4)):
-        whole = unsplit(given)
-        assert_equal_steps([of[i][0] for of in by_process], whole)
-        trained = sorted(m for of in by_process[::2] for group in of[i][1][0] for m in group)
-        assert trained == [*range(len(given))]
-        for (groups, sizes, makespan_us), group in ((of[i][1], of[i][1][0]) for of in by_process):
+    assert [len(results) for results in by_process] == [4] * (2 * dp)
+    for i, batch in enumerate(batches(4)):
+        whole = step_by_sample(2, batch)
+        assert_equal_steps([results[i][0] for results in by_process], whole)
+        trained = sorted(m for results in by_process[::2] for group in results[i][1][0] for m in group)
+        assert trained == [*range(len(batch))]
+        for (groups, sizes, makespan_us), group in ((results[i][1], results[i][1][0]) for results in by_process):
             assert makespan_us == by_process[0][i][1][2]
             assert [rows for rows, _ in sizes] == [*map(len, group)]
             assert all(rows * length <= TOKENS and length % 2 == 0 for rows, length in sizes)
@@ -102,13 +91,13 @@ def test_every_batch_is_planned_and_exact(pool: Pool, dp: int) -> None:
 MODEL = rota.SizeModel((Curve(60, 2, 0.1),) * 2, (Curve(120, 4, 0.2),) * 2, activation_bytes=(Curve(0, 1000),) * 2)
 
 
-def train_by_model(rank: int, given: list[list[Tensor]]) -> tuple[list[Any], str, int]:
+def train_by_model(rank: int, batches: list[list[Tensor]]) -> tuple[list[Any], str, int]:
     """Steps of all batches but the last, which has a sample that fits nowhere; each is evaluated before."""
     results: list[Any] = []
     with Pipeline(gpt_stages(2), base_plan(2), summed_loss, mesh=rota.mesh(pp=2, dp=2), check_data="never") as pipeline:
         planner = rota.Planner(
             pipeline,
-            given,
+            batches,
             collate,
             MODEL,
             length_of=tokens_in,
@@ -136,7 +125,7 @@ def test_replicas_get_batches_balanced_by_the_model(pool: Pool) -> None:
     found = pool.run(4, train_by_model, given)
     for i, batch in enumerate(given[:-1]):
         of_batch = [results[i] for results, _, _ in found]
-        whole = unsplit(batch)
+        whole = step_by_sample(2, batch)
         assert_equal_steps([result for result, *_ in of_batch], whole)
         assert all(abs(evaluated - whole.loss) < 1e-10 for _, evaluated, *_ in of_batch)
         groups = [of[2] for of in of_batch[::2]]  # of each replica
@@ -144,10 +133,10 @@ def test_replicas_get_batches_balanced_by_the_model(pool: Pool) -> None:
         spans = [of[3] for of in of_batch[::2]]
         assert max(spans) == of_batch[0][4]
         assert max(spans) <= 1.3 * min(spans)
-    told = {error for _, error, _ in found}
-    assert len(told) == 1
+    message = {error for _, error, _ in found}
+    assert len(message) == 1
     which = f"sample {len(given[0])} of length {too_long}"
-    assert f"{which} fits in no micro-batch: alone it needs {1000 * too_long} bytes" in told.pop()
+    assert f"{which} fits in no micro-batch: alone it needs {1000 * too_long} bytes" in message.pop()
     assert {num_steps for _, _, num_steps in found} == {3}  # none of the batch that is refused
 
 
@@ -216,13 +205,13 @@ def differing(rank: int, how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("lengths", "samples of different lengths"),
         ("fewer", "differ in their number of batches"),
     ],
 )
-def test_loaders_that_differ_are_refused_on_all_ranks(pool: Pool, how: str, told: str) -> None:
+def test_loaders_that_differ_are_refused_on_all_ranks(pool: Pool, how: str, message: str) -> None:
     first, second = pool.run(2, differing, how)
     assert first == second
-    assert told in first
+    assert message in first

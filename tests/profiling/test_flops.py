@@ -38,10 +38,6 @@ def flops(forward: Callable[[], Tensor]) -> tuple[int, int]:
     return first, clock.num_flops - first
 
 
-def offsets(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.int32, device="meta")
-
-
 # Groups of 16 rows or columns each, so that batched products of the same size exist.
 GROUPS, M, K, N = 4, 16, 32, 64
 GROUPED = {
@@ -55,7 +51,7 @@ GROUPED = {
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_grouped_product_counts_as_one_by_one(name: str) -> None:
     a, b = (meta(*shape) for shape in GROUPED[name])
-    offs = None if name == "batches" else offsets(GROUPS)
+    offs = None if name == "batches" else torch.empty(GROUPS, dtype=torch.int32, device="meta")
     grouped = flops(lambda: functional.grouped_mm(a, b, offs=offs))
     batched = flops(lambda: torch.bmm(meta(GROUPS, M, K), meta(GROUPS, K, N)))
     one_by_one = flops(lambda: torch.stack([meta(M, K) @ meta(K, N) for _ in range(GROUPS)]))

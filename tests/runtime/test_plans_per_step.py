@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place
+from rota import Cluster, Costs, Pipeline, Plan, place
 from rota.schedules import NAMED
 from support.core_strategies import deal, linear_extension
 from support.networks import StepResult, assert_equal_steps, cleared_step, gradients_of, refusal
 from support.pool import Pool
-from support.text_models import IGNORED, LONGEST, gpt_stages, samples, summed_loss
+from support.text_models import IGNORED, LONGEST, gpt_stages, samples, step_by_sample, summed_loss
 
 Lengths = list[list[int]]  # of the samples in each micro-batch
 
@@ -48,28 +48,17 @@ def base_plan(num_ranks: int, *, in_two: bool = False) -> Plan:
     return NAMED["zb_h1" if in_two else "1f1b"](place(costs, Cluster.uniform(num_ranks)), 4)
 
 
-def unsplit(stages: Stages, lengths: Lengths, seed: int) -> StepResult:
-    """The whole batch, sample by sample, without any padding."""
-    stages = gpt_stages(len(stages))
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for sample in samples([length for group in lengths for length in group], seed):
-        loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
-        total, count = total + loss, count + len(sample) - 1
-    (total / count).backward()
-    return StepResult(float(total.detach()) / count, gradients_of(stages, range(len(stages))))
-
-
 def steps(rank: int, base: Plan, batches: list[tuple[Lengths, Plan | None]]) -> list[Any]:
     """For each batch the step's result, the loss in evaluation, and whether the timeline has the plan's orders."""
     results = []
     with Pipeline(gpt_stages(base.num_ranks), base, summed_loss, check_data="never") as pipeline:
         for seed, (lengths, plan) in enumerate(batches):
             inputs, targets, sizes = grouped(lengths, seed)
-            given = {} if plan is None else {"plan": plan, "sizes": sizes}
+            own_batch = {} if plan is None else {"plan": plan, "sizes": sizes}
             if seed % 2 and plan is not None:
                 pipeline.prepare(plan, sizes)
-            evaluated = pipeline.evaluate(inputs, targets, **given)
-            result = cleared_step(pipeline, inputs, targets, **given)
+            evaluated = pipeline.evaluate(inputs, targets, **own_batch)
+            result = cleared_step(pipeline, inputs, targets, **own_batch)
             results.append((result, evaluated, pipeline.timeline().plan.orders == (plan or base).orders))
     return results
 
@@ -83,7 +72,7 @@ def test_each_step_has_its_own_plan(pool: Pool) -> None:
     batches.insert(6, ([[5, 3], [9], [2, 2], [4]], None))  # the pipeline's own plan, in between
     by_rank = pool.run(4, steps, base, batches)
     for i, (lengths, _) in enumerate(batches):
-        whole = unsplit(gpt_stages(4), lengths, i)
+        whole = step_by_sample(4, samples([length for group in lengths for length in group], i))
         assert_equal_steps([of_rank[i][0] for of_rank in by_rank], whole)
         assert all(
             abs(evaluated - whole.loss) < 1e-10 and is_planned
@@ -103,8 +92,8 @@ def mean_steps(rank: int, base: Plan, batches: list[tuple[Lengths, Plan]]) -> li
     with Pipeline(gpt_stages(2), base, mean_loss, check_data="never") as pipeline:
         for seed, (lengths, plan) in enumerate(batches):
             inputs, targets, sizes = grouped(lengths, seed)
-            given = (inputs if rank == 0 else None, targets if rank == 1 else None)
-            results.append(cleared_step(pipeline, *given, plan=plan, sizes=sizes))
+            own_batch = (inputs if rank == 0 else None, targets if rank == 1 else None)
+            results.append(cleared_step(pipeline, *own_batch, plan=plan, sizes=sizes))
     return results
 
 
@@ -122,33 +111,33 @@ def test_means_weigh_by_the_rows_of_the_plan(pool: Pool) -> None:
 
 
 def refused(rank: int, base: Plan, plans: list[Plan], sizes: list[Any]) -> list[str]:
-    told = []
+    messages = []
     with Pipeline(gpt_stages(2), base, summed_loss) as pipeline:
         inputs, targets, right = grouped([[3, 4], [7], [2]], 0)
         for plan, size in zip(plans, sizes, strict=True):
-            mine = plan[rank] if isinstance(plan, list) else plan
-            given = right if size is None else size[rank]
-            told.append(refusal(pipeline.step, inputs, targets, plan=mine, sizes=given))
-    return told
+            own_plan = plan[rank] if isinstance(plan, list) else plan
+            own_batch = right if size is None else size[rank]
+            messages.append(refusal(pipeline.step, inputs, targets, plan=own_plan, sizes=own_batch))
+    return messages
 
 
 def test_refusals(pool: Pool) -> None:
     rng, base = random.Random(3), base_plan(2)
-    one, other = random_orders(rng, base, 3), NAMED["gpipe"](base.placement, 3)
-    assert one.orders != other.orders
+    first, second = random_orders(rng, base, 3), NAMED["gpipe"](base.placement, 3)
+    assert first.orders != second.orders
     right = [(2, 4), (1, 7), (1, 2)]
     cases: list[tuple[Any, Any]] = [
-        ([one, other], None),
-        (one, [right, [(2, 4), (1, 7), (1, 3)]]),
-        (one, [right[:2], right[:2]]),
-        (one, [[(2, 4), (1, 7), (1, 2.5)]] * 2),
+        ([first, second], None),
+        (first, [right, [(2, 4), (1, 7), (1, 3)]]),
+        (first, [right[:2], right[:2]]),
+        (first, [[(2, 4), (1, 7), (1, 2.5)]] * 2),
         (base_plan(2, in_two=True), None),
         (None, [right, right]),
     ]
-    for told in pool.run(2, refused, base, [plan for plan, _ in cases], [size for _, size in cases]):
-        assert "rank 1 has another plan for this step than rank 0, or other sizes" in told[0]
-        assert "rank 1 has another plan for this step than rank 0, or other sizes" in told[1]
-        assert "sizes has 2 entries for 3 micro-batches" in told[2]
-        assert "sizes[2] is (1, 2.5)" in told[3]
-        assert "where the pipeline's plan has" in told[4]
-        assert "sizes are given without a plan" in told[5]
+    for messages in pool.run(2, refused, base, [plan for plan, _ in cases], [size for _, size in cases]):
+        assert "rank 1 has another plan for this step than rank 0, or other sizes" in messages[0]
+        assert "rank 1 has another plan for this step than rank 0, or other sizes" in messages[1]
+        assert "sizes has 2 entries for 3 micro-batches" in messages[2]
+        assert "sizes[2] is (1, 2.5)" in messages[3]
+        assert "where the pipeline's plan has" in messages[4]
+        assert "sizes are given without a plan" in messages[5]

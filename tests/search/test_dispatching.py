@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from rota.core.plan import Plan
 from rota.search.dispatching import Dispatcher, backwards, serial
@@ -33,7 +33,6 @@ def leaves_bytes_behind(problem: Problem) -> bool:
 
 
 @given(strategies.plans(), st.integers(0, 2**16), st.sampled_from((0.0, 0.5, 3.0)))
-@settings(deadline=None)
 def test_any_priorities_make_orders_that_fit(plan: Plan, seed: int, patience: float) -> None:
     """With tight memory too, unless what micro-batches leave behind for good fills it in an unlucky order."""
     for problem in (Problem(plan.placement, plan.num_microbatches), tightest(plan)):
@@ -48,7 +47,6 @@ def test_any_priorities_make_orders_that_fit(plan: Plan, seed: int, patience: fl
 
 
 @given(strategies.plans(), st.integers(0, 2**16))
-@settings(deadline=None)
 def test_caps_hold_and_never_get_stuck(plan: Plan, seed: int) -> None:
     problem, random = tightest(plan), np.random.default_rng(seed)
     caps = random.integers(1, 4, len(problem.counts))

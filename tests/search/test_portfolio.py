@@ -29,7 +29,7 @@ def quick(placement: Placement, num_microbatches: int, objective: str = "makespa
 
 
 @given(strategies.plans(most_microbatches=5))
-@settings(max_examples=some(300), deadline=None)
+@settings(max_examples=some(300))
 def test_random_placements(plan: Plan) -> None:
     """Of every kind: DAGs, several ranks a task, several streams, transfers, limits that bind, zero durations."""
     chooser = Random(plan.num_ops)
@@ -149,12 +149,12 @@ def test_named_schedules_are_told() -> None:
 
 
 def test_progress() -> None:
-    told: list[Progress] = []
-    result = find_plan(uneven(4, 7), 8, time_limit_s=0.3, deterministic=True, progress=told.append)
-    assert [p.best for p in told] == sorted((p.best for p in told), reverse=True)
-    assert told[-1].best == result.value_us
-    assert {"list scheduling", "local search", "steady state"} <= {p.doing for p in told}
-    assert f"gap {told[-1].gap:.2%}" in str(told[-1])
+    reports: list[Progress] = []
+    result = find_plan(uneven(4, 7), 8, time_limit_s=0.3, deterministic=True, progress=reports.append)
+    assert [p.best for p in reports] == sorted((p.best for p in reports), reverse=True)
+    assert reports[-1].best == result.value_us
+    assert {"list scheduling", "local search", "steady state"} <= {p.doing for p in reports}
+    assert f"gap {reports[-1].gap:.2%}" in str(reports[-1])
 
 
 def test_inference() -> None:

@@ -33,7 +33,7 @@ seeds = st.integers(0, 1 << 32)
 
 
 @given(strategies.wired_placements, st.integers(1, 4), seeds, st.booleans())
-@settings(deadline=None, max_examples=some(300))
+@settings(max_examples=some(300))
 def test_the_simulator_and_the_search_agree(placement: Placement, count: int, seed: int, is_given: bool) -> None:
     sequence = strategies.linear_extension(placement, count, random.Random(seed), in_order=True)
     plan = strategies.deal(placement, count, sequence)
@@ -61,13 +61,13 @@ def _tiny(chooser: random.Random) -> list[Plan]:
     link = Link(chooser.choice((0, 1, 3)), chooser.choice((None, 2)))
     cluster = replace(placement.cluster, link=link, shared=shared)
     plans = every_plan(replace(placement, cluster=cluster), chooser.randint(1, 2))
-    found: list[Plan] = []
-    for plan in plans or ():
+    served_plans: list[Plan] = []
+    for plan in plans:
         for served in _every_service_order(plan):
-            found.append(served)
-            if len(found) > _MOST_ORDERS:
+            served_plans.append(served)
+            if len(served_plans) > _MOST_ORDERS:
                 return []
-    return found if len(found) > 1 else []
+    return served_plans if len(served_plans) > 1 else []
 
 
 def _every_service_order(plan: Plan) -> Iterator[Plan]:
@@ -113,15 +113,15 @@ def test_the_best_of_all_orders_is_found_and_no_bound_is_above_it(seed: int) -> 
             assert result.bound_us <= best
             in_order = result.makespan_us if objective == "makespan" else result.span_us
             assert in_order == result.value_us >= best
-            if not any(placement.cluster.limit_bytes[each.rank] is not None for each in carried):
+            if not any(placement.cluster.limit_bytes[carry.rank] is not None for carry in carried):
                 assert result.value_us == best
                 assert result.is_optimal or objective == "span"
             elif objective == "makespan":
                 problem, budget = Problem(placement, num_microbatches), Budget(20.0, deterministic=True)
-                found = exact.solve(problem, "makespan", None, 0, budget, transfers="as in a plan")
-                assert found.is_complete
-                assert found.orders is not None
-                (least,) = _that_fit([problem.to_plan(found.orders)])
+                solved = exact.solve(problem, "makespan", None, 0, budget, transfers="as in a plan")
+                assert solved.is_complete
+                assert solved.orders is not None
+                (least,) = _that_fit([problem.to_plan(solved.orders)])
                 assert least.makespan_us == min(t.makespan_us for t in fitting if _is_in_order(t.plan))
 
 
@@ -147,7 +147,7 @@ def _chain(num_ranks: int, rate: int, limit: int | None = None, link: Link | Non
 
 
 @given(seeds)
-@settings(deadline=None, max_examples=some(15))
+@settings(max_examples=some(15))
 def test_a_search_is_never_worse_than_the_named_plans_and_says_what_the_simulator_does(seed: int) -> None:
     chooser = random.Random(seed)
     link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)))
@@ -171,23 +171,23 @@ def test_a_busy_shared_link_bounds_the_step_and_the_period() -> None:
 @pytest.mark.parametrize("limit", [None, 9_000])
 def test_a_steady_state_with_shared_links_holds_when_it_is_verified_and_unrolled(limit: int | None) -> None:
     placement = _chain(3, 20, limit, Link(7, 100))
-    found = find_steady(placement, Budget(2.0, deterministic=True))
-    assert found is not None
-    found.steady.verify()
-    assert found.steady.us_per_microbatch >= found.bound_us
+    result = find_steady(placement, Budget(2.0, deterministic=True))
+    assert result is not None
+    result.steady.verify()
+    assert result.steady.us_per_microbatch >= result.bound_us
     for periods in (1, 4, 9):
-        plan = found.steady.unroll(periods * found.steady.microbatches_per_period)
+        plan = result.steady.unroll(periods * result.steady.microbatches_per_period)
         check(plan)
         assert plan.service_orders
-        assert simulate(plan).makespan_us <= found.steady.latency_us + (periods - 1) * found.steady.period_us
+        assert simulate(plan).makespan_us <= result.steady.latency_us + (periods - 1) * result.steady.period_us
 
 
 def test_a_repeating_step_knows_shared_links() -> None:
-    found = find_repeating(_chain(2, 20), 6, time_limit_s=2)
-    assert found is not None
-    assert simulate(found.plan).makespan_us == found.makespan_us
-    longer = found.unroll(9)
-    assert simulate(longer.plan).makespan_us <= found.makespan_us + 3 * found.period_us
+    step = find_repeating(_chain(2, 20), 6, time_limit_s=2)
+    assert step is not None
+    assert simulate(step.plan).makespan_us == step.makespan_us
+    longer = step.unroll(9)
+    assert simulate(longer.plan).makespan_us <= step.makespan_us + 3 * step.period_us
     check(longer.plan)
 
 
@@ -197,15 +197,15 @@ def test_a_shared_link_that_nothing_uses_changes_no_answer(objective: Objective)
     placement = place(Costs([30, 33, 28, 31], [29, 31, 30, 35], [18, 19, 17, 20], activation_bytes=2), cluster)
     every = (0, 1, 2, 3)
     shared = replace(placement, cluster=replace(cluster, shared=(SharedLink("host", 1, every, every),)))
-    found, same = (
-        find_plan(each, 9, objective=objective, time_limit_s=0.4, deterministic=True) for each in (placement, shared)
+    alone, same = (
+        find_plan(case, 9, objective=objective, time_limit_s=0.4, deterministic=True) for case in (placement, shared)
     )
-    assert (found.plan.orders, found.value_us, found.bound_us) == (same.plan.orders, same.value_us, same.bound_us)
+    assert (alone.plan.orders, alone.value_us, alone.bound_us) == (same.plan.orders, same.value_us, same.bound_us)
     assert same.plan.service_orders == ((),)
 
 
 @given(seeds)
-@settings(deadline=None, max_examples=some(30))
+@settings(max_examples=some(30))
 def test_the_bound_on_a_layout_is_below_every_plan(seed: int) -> None:
     chooser = random.Random(seed)
     link = Link(chooser.choice((0, 5)), chooser.choice((None, 50)))

@@ -21,7 +21,6 @@ from support.sampling import some
 
 
 @given(strategies.plans())
-@settings(deadline=None)
 def test_a_cycle_is_none(plan: Plan) -> None:
     """Any order at all: the same answer as the simulator's, an error or times."""
     problem = Problem(plan.placement, plan.num_microbatches)
@@ -40,7 +39,6 @@ def test_a_cycle_is_none(plan: Plan) -> None:
 
 
 @given(strategies.plans())
-@settings(deadline=None)
 def test_memory_is_the_timelines_where_transfers_hold_nothing(plan: Plan) -> None:
     edges = tuple(edge._replace(num_bytes=0) for edge in plan.placement.edges)
     problem = Problem(replace(plan.placement, edges=edges), plan.num_microbatches)
@@ -63,7 +61,7 @@ def in_turn(plan: Plan) -> tuple[Problem, Plan]:
 
 
 @given(strategies.plans(most_microbatches=5))
-@settings(max_examples=some(300), deadline=None)
+@settings(max_examples=some(300))
 def test_peaks_are_the_simulators(given_plan: Plan) -> None:
     unlimited = strategies.with_limits(given_plan, [None] * given_plan.num_ranks)
     problem, plan = in_turn(unlimited)
@@ -79,7 +77,7 @@ def test_peaks_are_the_simulators(given_plan: Plan) -> None:
 
 
 @given(strategies.plans(most_microbatches=5))
-@settings(max_examples=some(200), deadline=None)
+@settings(max_examples=some(200))
 def test_counted_peaks_are_part_of_what_is_held(given_plan: Plan) -> None:
     problem, plan = in_turn(given_plan)
     counted = counting_transfers(problem)

@@ -17,7 +17,7 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.models.randomness import RandomStates
 from rota.runtime.checkpoints.tensors import read_file
 from rota.schedules import NAMED, gpipe, one_f_one_b
-from support.checkpoint_runs import Run, Training, memory, model, serial_losses, stored
+from support.checkpoint_runs import Layer, Run, Training, memory, model, serial_losses, stored
 from support.networks import (
     StepResult,
     assert_equal_steps,
@@ -55,27 +55,17 @@ def plan_of(schedule: str, num_ranks: int, num_microbatches: int = 4) -> Plan:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-class Buffered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("scale", torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale
-
-
 def test_stages_that_move_stay_tied(device: SimDevice) -> None:
-    one, other = Buffered(), Buffered()
-    other.linear.weight, other.scale = one.linear.weight, one.scale
-    stages, weight, scale = Stages([one, other]), one.linear.weight, one.scale
-    one(torch.ones(2, 3)).sum().backward()
+    first, second = Layer(), Layer()
+    second.linear.weight, second.scale = first.linear.weight, first.scale
+    stages, weight, scale = Stages([first, second]), first.linear.weight, first.scale
+    first(torch.ones(2, 6)).sum().backward()
     stages.to("sim", [1])
-    assert one.linear.weight is other.linear.weight is weight
-    assert one.scale is other.scale is scale
+    assert first.linear.weight is second.linear.weight is weight
+    assert first.scale is second.scale is scale
     assert stages.ties == (((0, "linear.weight"), (1, "linear.weight")),)
-    assert {t.device.type for t in (weight, weight.grad, scale, other.linear.bias)} == {"sim"}
-    assert one.linear.bias.device.type == "cpu"
+    assert {t.device.type for t in (weight, weight.grad, scale, second.linear.bias)} == {"sim"}
+    assert first.linear.bias.device.type == "cpu"
     with pytest.raises(PipelineError, match="has no memory"):
         Stages([nn.Linear(2, 2, device="meta")]).to("sim")
     with pytest.raises(PipelineError, match="stages has stage 2, but the stages are 0 to 1"):
@@ -115,9 +105,9 @@ def refused(rank: int, on: list[str], modules: list[nn.Module]) -> str:
 
 def test_ranks_on_different_types_of_devices_are_refused(pool: Pool) -> None:
     modules = [nn.Linear(6, 6) for _ in range(3)]
-    told = pool.run(3, simulated, refused, ["sim", "cpu", "sim"], modules)
-    assert len({*told}) == 1
-    assert told[0].startswith(
+    messages = pool.run(3, simulated, refused, ["sim", "cpu", "sim"], modules)
+    assert len({*messages}) == 1
+    assert messages[0].startswith(
         "the ranks' stages are on devices of different types: those of ranks 0, 2 on sim, those of rank 1 on cpu; "
         "move all: stages.to(rota.local_device()"
     )
@@ -171,9 +161,9 @@ def test_each_tensor_is_copied_once_and_what_is_not_read_stays(device: SimDevice
         for _ in range(2):
             pipeline.step(batch, torch.zeros(8, 6))
         assert device.allocated_bytes - before < batch["unread"].nbytes
-    seen = [each for stage in stages.modules for each in stage.seen]
+    seen = [read for stage in stages.modules for read in stage.seen]
     assert {kind for kind, _ in seen} == {"sim"}
-    assert len({which for _, which in seen[-8:]}) == 1  # one copy of the mask for all
+    assert len({address for _, address in seen[-8:]}) == 1  # one copy of the mask for all
 
 
 def outputs_on(rank: int) -> list[tuple[str, torch.Tensor]]:
@@ -186,9 +176,9 @@ def outputs_on(rank: int) -> list[tuple[str, torch.Tensor]]:
 
 def test_outputs_come_to_each_ranks_device(pool: Pool) -> None:
     expected = chain(2).run(batch_of(4)[0])
-    for found in pool.run(2, simulated, outputs_on):
-        assert {device for device, _ in found} == {"sim:0"}
-        torch.testing.assert_close(torch.cat([output for _, output in found]), expected.detach())
+    for outputs in pool.run(2, simulated, outputs_on):
+        assert {device for device, _ in outputs} == {"sim:0"}
+        torch.testing.assert_close(torch.cat([output for _, output in outputs]), expected.detach())
 
 
 # --- randomness and recomputation -------------------------------------------------------------------------------------
@@ -221,9 +211,9 @@ def test_dropout_and_buffers_are_those_of_the_cpu_and_of_a_recomputation(pool: P
     for recompute in ("none", "full"):
         by_rank = SimPool(pool, ("losses.py",)).run(2, noisy_steps, plan, recompute)
         for (results, state), (others, expected) in zip(by_rank, reference, strict=True):
-            for one, other in zip(results, others, strict=True):
-                assert abs(one.loss - other.loss) < 1e-12
-                torch.testing.assert_close(one.gradients, other.gradients, rtol=1e-12, atol=1e-12)
+            for result, expected_result in zip(results, others, strict=True):
+                assert abs(result.loss - expected_result.loss) < 1e-12
+                torch.testing.assert_close(result.gradients, expected_result.gradients, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(state, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -285,8 +275,8 @@ def trained(rank: int, run: Run, folder: Path, where: str, begin: int, end: int)
 def test_a_training_goes_on_with_another_plan_on_devices_and_on_cpus(pool: Pool, tmp_path: Path) -> None:
     losses = serial_losses(6)
     for run, where, begin in ((Run("1f1b", 2), "sim", 0), (Run("v", 2), "cpu", 2), (Run("zb", 1), "sim", 4)):
-        for found in pool.run(run.num_processes, simulated, trained, run, tmp_path, where, begin, begin + 2):
-            assert found == pytest.approx(losses[begin : begin + 2], abs=1e-10)
+        for losses_of_rank in pool.run(run.num_processes, simulated, trained, run, tmp_path, where, begin, begin + 2):
+            assert losses_of_rank == pytest.approx(losses[begin : begin + 2], abs=1e-10)
         tensors, _ = stored(tmp_path / f"step-{begin + 2}")
         assert {tensor.dtype for tensor in tensors.values()} == {torch.float64, torch.float32}  # the steps' counts
 
@@ -411,6 +401,6 @@ def verified(rank: int, plan: Plan) -> rota.Verification:
 
 
 def test_verify_compares_on_the_device(pool: Pool) -> None:
-    for found in pool.run(2, simulated, verified, plan_of("1f1b", 2)):
-        assert found.exact, found.to_text()
-        assert len(found.comparisons) == 2
+    for verification in pool.run(2, simulated, verified, plan_of("1f1b", 2)):
+        assert verification.exact, verification.to_text()
+        assert len(verification.comparisons) == 2

@@ -90,6 +90,16 @@ CORE_RUNS = [
 ]
 
 
+class Halving:
+    """A schedule with a state of its own, as `LambdaLR` takes it."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+
+    def __call__(self, step: int) -> float:
+        return 0.5 ** (step // self.every)
+
+
 def optimizer_of(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[torch.optim.Optimizer, Any]:
     """Two groups with options of their own, and a schedule of learning rates for each."""
     parameters = dict(named)
@@ -166,10 +176,10 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         offsets = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
         for key, value in safetensors.torch.load(data).items():
             assert header[key]["data_offsets"][1] <= len(data) - begin
-            of = tensors.setdefault(key, torch.empty(sizes[key], dtype=value.dtype))
+            part = tensors.setdefault(key, torch.empty(sizes[key], dtype=value.dtype))
             for dimension, offset in enumerate(offsets[key]["saved_offsets"]):
-                of = of.narrow(dimension, offset, value.shape[dimension])
-            of.copy_(value)
+                part = part.narrow(dimension, offset, value.shape[dimension])
+            part.copy_(value)
         for group in json.loads(header["__metadata__"]["training"])["groups"]:
             shared = {name: value for name, value in group.items() if name != "weights"}
             records |= {key: [shared, state] for key, state in group["weights"].items()}

@@ -82,8 +82,8 @@ def clusters(draw: st.DrawFn, wired: bool = False) -> Cluster:
 def subsets(num_ranks: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Usually one rank, sometimes several in any order."""
     ranks = between(0, num_ranks - 1)
-    one = ranks.map(lambda rank: (rank,))
-    return one | one | st.lists(ranks, min_size=1, max_size=num_ranks, unique=True).map(tuple)
+    single = ranks.map(lambda rank: (rank,))
+    return single | single | st.lists(ranks, min_size=1, max_size=num_ranks, unique=True).map(tuple)
 
 
 @cache
@@ -133,8 +133,8 @@ def _one_or_each(num_edges: int) -> st.SearchStrategy[int | tuple[int, ...]]:
 @st.composite
 def placed(draw: st.DrawFn, wired: bool = False) -> Placement:
     """What `place` makes of random costs, stages anywhere."""
-    given, cluster = draw(costs()), draw(clusters(wired))
-    return place(given, cluster, draw(tuples_of(subsets(cluster.num_ranks), given.num_stages)))
+    stage_costs, cluster = draw(costs()), draw(clusters(wired))
+    return place(stage_costs, cluster, draw(tuples_of(subsets(cluster.num_ranks), stage_costs.num_stages)))
 
 
 @cache
@@ -186,21 +186,25 @@ def read_by(placement: Placement, op: Op) -> list[Op]:
 def chunks_before(placement: Placement, op: Op) -> list[Op]:
     """The same op of the chunks that come before: earlier ones of the sample for F, later ones for B and I."""
     sign = {Kind.F: 1, Kind.B: -1, Kind.I: -1}.get(op.kind, 0)
-    of = placement.sample_of
-    others = [m for m, sample in enumerate(of) if sample == of[op.microbatch]]
+    samples = placement.sample_of
+    others = [m for m, sample in enumerate(samples) if sample == samples[op.microbatch]]
     return [op._replace(microbatch=m) for m in others if (op.microbatch - m) * sign > 0]
+
+
+def ops_before(placement: Placement, num_microbatches: int, in_order: bool = False) -> dict[Op, set[Op]]:
+    """For each op of a step what has to come before it; `in_order`: a task's micro-batches rise."""
+    before = {
+        op: {*read_by(placement, op), *chunks_before(placement, op)} for op in every_op(placement, num_microbatches)
+    }
+    if in_order and not placement.sample_of:
+        for op, earlier in before.items():
+            earlier |= {op._replace(microbatch=op.microbatch - placement.num_components)} & before.keys()
+    return before
 
 
 def linear_extension(placement: Placement, num_microbatches: int, chooser: Chooser, in_order: bool) -> list[Op]:
     """All ops of a step so that each comes after what it reads; `in_order`: a task's micro-batches rise."""
-    waiting = {
-        op: {*read_by(placement, op), *chunks_before(placement, op)} for op in every_op(placement, num_microbatches)
-    }
-    if in_order and not placement.sample_of:
-        for op, before in waiting.items():
-            earlier = op._replace(microbatch=op.microbatch - placement.num_components)
-            if earlier in waiting:
-                before.add(earlier)
+    waiting = ops_before(placement, num_microbatches, in_order)
     done: list[Op] = []
     while waiting:
         op = chooser.choice([op for op, before in waiting.items() if not before])

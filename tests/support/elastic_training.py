@@ -23,6 +23,10 @@ import rota
 from rota.runtime import control
 
 NUM_STAGES, NUM_MICROBATCHES, WIDTH = 4, 4, 6
+COSTS = rota.Costs.uniform(NUM_STAGES, 100, 200)
+PLAN = rota.schedules.one_f_one_b(rota.place(COSTS, rota.Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
+ON_TWO = rota.schedules.gpipe(rota.place(COSTS, rota.Cluster.uniform(2), ranks=(0, 0, 1, 1)), NUM_MICROBATCHES)
+NUM_STEPS = 12
 LAUNCHER = os.getppid()
 
 
@@ -42,11 +46,11 @@ def train(plan: rota.Plan, num_steps: int, folder: Path | None = None) -> list[t
     losses = []
     with rota.Pipeline(rota.split(model, plan.num_stages), plan, nn.functional.mse_loss) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
-        found = checkpoints = None
+        resumed = checkpoints = None
         if folder is not None:
             checkpoints = rota.Checkpoints(folder / "run", pipeline, optimizer)
-            found = checkpoints.load()
-        for step in range(found.step if found else 0, num_steps):
+            resumed = checkpoints.load()
+        for step in range(resumed.step if resumed else 0, num_steps):
             if folder is not None:
                 suffer(folder, step, pipeline)
             x = torch.randn(2 * NUM_MICROBATCHES, WIDTH, dtype=torch.float64)
@@ -61,6 +65,10 @@ def train(plan: rota.Plan, num_steps: int, folder: Path | None = None) -> list[t
             if pipeline.should_stop:
                 break
     return losses
+
+
+def undisturbed(rank: int, plan: rota.Plan) -> list[tuple[int, float]]:
+    return train(plan, NUM_STEPS)
 
 
 def suffer(folder: Path, step: int, pipeline: rota.Pipeline) -> None:

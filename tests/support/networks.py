@@ -83,10 +83,10 @@ def batch_of(num_microbatches: int, seed: int = 1) -> tuple[torch.Tensor, torch.
     return rows_of(num_microbatches * ROWS, seed)
 
 
-def gradients_of(stages: Stages, which: Any) -> dict[tuple[int, str], torch.Tensor]:
+def gradients_of(stages: Stages, stage_numbers: Any) -> dict[tuple[int, str], torch.Tensor]:
     return {
         (stage, name): parameter.grad.clone()
-        for stage in which
+        for stage in stage_numbers
         for name, parameter in stages[stage].named_parameters()
         if parameter.grad is not None
     }
@@ -165,13 +165,13 @@ def assert_as_unsplit(
 
 def assert_equal_steps(by_rank: list[StepResult], serial: StepResult, tolerance: float = 1e-10) -> None:
     """Every rank has the serial loss; all gradients are somewhere, and equal wherever they are."""
-    found: set[tuple[int, str]] = set()
+    keys: set[tuple[int, str]] = set()
     for result in by_rank:
         assert abs(result.loss - serial.loss) <= tolerance
-        found |= result.gradients.keys()
+        keys |= result.gradients.keys()
         expected = {key: serial.gradients[key] for key in result.gradients}
         torch.testing.assert_close(result.gradients, expected, rtol=tolerance, atol=tolerance)
-    assert found == serial.gradients.keys()
+    assert keys == serial.gradients.keys()
 
 
 def refusal(act: Callable[..., Any], *arguments: Any, **options: Any) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from rota.core.cluster import Cluster, Link
+from rota.core.costs import Costs
 from rota.core.placement import Placement
+from rota.core.placing import bidirectional, place
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.tasks import Edge, Kind, Op, StepEnd, Task
-from support.core_strategies import chunks_before
-
-_MOST_PLANS = 400
+from support.core_strategies import ops_before
 
 
 def tiny_placement(chooser: random.Random, carries: bool = False) -> Placement:
@@ -36,33 +37,57 @@ def tiny_placement(chooser: random.Random, carries: bool = False) -> Placement:
     return Placement(tuple(tasks), tuple(edges), cluster, step_ends=tuple(step_ends))
 
 
-def every_plan(placement: Placement, num_microbatches: int) -> list[Plan] | None:
-    """All plans that can be carried out, memory apart, micro-batches in any order; None if there are too many."""
-    ops = [
-        Op(task.stage, task.kind, m)
-        for task in placement.tasks
-        for m in placement.microbatches(task.stage, num_microbatches)
-    ]
-    tasks = placement.tasks
-    reads = {
-        op: {Op(tasks[e.source].stage, tasks[e.source].kind, op.microbatch) for e in placement.edges
-             if (tasks[e.target].stage, tasks[e.target].kind) == op[:2]}
-        for op in ops
-    }  # fmt: skip
-    for op in ops:
-        reads[op] |= {*chunks_before(placement, op)}
+def tiny_step(chooser: random.Random) -> tuple[Placement, int]:
+    """A placement without limits, and a number of micro-batches: chains, shared stages, split backwards, or any DAG."""
+    if chooser.random() < 0.3:
+        placement = tiny_placement(chooser)
+        cluster = replace(placement.cluster, limit_bytes=(None,) * placement.num_ranks)
+        return replace(placement, cluster=cluster), chooser.choice((1, 2, 2, 3))
+    num_ranks, num_stages = chooser.choice((1, 2, 2, 2, 3)), chooser.choice((1, 2, 2, 3))
+    cluster = Cluster((None,) * num_ranks, Link(chooser.choice((0, 0, 1, 3))))
+
+    def some(*values: int) -> tuple[int, ...]:
+        return tuple(chooser.choice(values) for _ in range(num_stages))
+
+    held = some(2, 2, 3, 0)
+    pairs = tuple((a, b) for a in range(num_stages) for b in range(a + 1, num_stages))
+    costs = Costs(
+        some(0, 1, 2, 5),
+        some(1, 2, 3, 6),
+        some(0, 1, 2, 4) if chooser.random() < 0.4 else None,
+        activation_bytes=held,
+        input_frees_bytes=tuple(chooser.randint(0, size) for size in held),
+        forward_peak_bytes=some(0, 0, 1),
+        weight_peak_bytes=some(0, 0, 1),
+        boundary_bytes=chooser.choice((0, 0, 1)),
+        reduce_us=some(0, 0, 4),
+        optimizer_us=some(0, 0, 3),
+        edges=None if chooser.random() < 0.6 else pairs[:2],
+    )
+    if chooser.random() < 0.15 and costs.edges is None and num_stages == num_ranks > 1:
+        return bidirectional(costs, cluster), 2
+    ranks = [*range(num_ranks)] * 3 + [tuple(range(num_ranks))]
+    return place(costs, cluster, [chooser.choice(ranks) for _ in range(num_stages)]), chooser.choice((1, 2, 3, 4))
+
+
+def every_plan(placement: Placement, num_microbatches: int, most: int = 400, *, in_order: bool = False) -> list[Plan]:
+    """All plans that can be carried out, memory apart; empty if there are more than `most`.
+
+    `in_order`: each task's micro-batches rise; else they come in any order.
+    """
+    before = ops_before(placement, num_microbatches, in_order)
     orders: dict[tuple[tuple[Op, ...], ...], frozenset[Op]] = {((),) * placement.num_ranks: frozenset()}
-    for _ in ops:
+    for _ in before:
         longer = {}
         for rows, done in orders.items():
-            for op in ops:
-                if op not in done and reads[op] <= done:
-                    ranks = tasks[placement.index[op.stage, op.kind]].ranks
+            for op, earlier in before.items():
+                if op not in done and earlier <= done:
+                    ranks = placement.tasks[placement.index[op.stage, op.kind]].ranks
                     more = tuple((*row, op) if rank in ranks else row for rank, row in enumerate(rows))
                     longer[more] = done | {op}
         orders = longer
-        if len(orders) > _MOST_PLANS:
-            return None
+        if len(orders) > most:
+            return []
     return [Plan(placement, num_microbatches, rows) for rows in orders]
 
 
@@ -94,13 +119,8 @@ def best_of(plans: list[Plan]) -> Best | None:
 
 
 def _is_in_order(plan: Plan) -> bool:
-    return all(
-        list(row) == sorted(row, key=lambda op: op.microbatch) for order in plan.orders for row in _by_task(order)
-    )
-
-
-def _by_task(order: Sequence[Op]) -> list[list[Op]]:
-    return [[op for op in order if op[:2] == task] for task in {op[:2] for op in order}]
+    rows = [[op for op in order if op[:2] == task] for order in plan.orders for task in {op[:2] for op in order}]
+    return all(row == sorted(row, key=lambda op: op.microbatch) for row in rows)
 
 
 def tiny_cases(count: int, seed: int, carries: bool = False) -> Iterator[Case]:
@@ -109,6 +129,6 @@ def tiny_cases(count: int, seed: int, carries: bool = False) -> Iterator[Case]:
     while count:
         placement, num_microbatches = tiny_placement(chooser, carries), chooser.randint(1, 4)
         plans = every_plan(placement, num_microbatches)
-        if plans is not None and len(plans) > 1:
+        if len(plans) > 1:
             count -= 1
             yield Case(placement, num_microbatches, best_of(plans))

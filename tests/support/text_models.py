@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rota import Stages, chunk_start, with_earlier_chunks
+from support.networks import StepResult, gradients_of
 
 WORDS, IGNORED, WIDTH, HEADS, LONGEST = 11, -100, 12, 2, 24
 
@@ -41,7 +42,7 @@ class Attention(nn.Module):
         self.rotates, self.joins, self.is_causal, self.drop = rotates, joins, is_causal, nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
         if self.rotates:
             q, k = rotated(q, chunk_start()), rotated(k, chunk_start())
         if self.joins:
@@ -73,6 +74,17 @@ def tokens(rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def samples(lengths: list[int], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(WORDS, (length + 1,), generator=generator) for length in lengths]
+
+
+def step_by_sample(num_stages: int, samples: list[Tensor]) -> StepResult:
+    """The unsplit model on the whole batch, sample by sample, without any padding."""
+    stages = gpt_stages(num_stages)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sample in samples:
+        loss, _ = summed_loss(stages.run(sample[None, :-1]), sample[None, 1:])
+        total, count = total + loss, count + len(sample) - 1
+    (total / count).backward()
+    return StepResult(float(total.detach()) / count, gradients_of(stages, range(num_stages)))
 
 
 def summed_loss(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,14 +44,10 @@ class Stream(IterableDataset[Tensor]):
                 buffer.append(number)
 
 
-def with_generator() -> DataLoader[Tensor]:
-    return DataLoader(Samples(), 3, shuffle=True, generator=torch.Generator())
-
-
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: DataLoader(Samples(), 3, shuffle=True),
     "workers": lambda: DataLoader(Samples(), 3, shuffle=True, num_workers=2),
-    "generator": with_generator,
+    "generator": lambda: DataLoader(Samples(), 3, shuffle=True, generator=torch.Generator()),
     "distributed": lambda: DataLoader(Samples(), 2, sampler=DistributedSampler(Samples(), 2, 1)),
     "stream": lambda: DataLoader(Stream(), 3),
     "list": lambda: [torch.tensor([[float(number)]]) for number in range(4)],

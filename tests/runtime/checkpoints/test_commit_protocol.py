@@ -211,12 +211,9 @@ def reachable(begin: World) -> Iterator[World]:
         seen |= new
 
 
-def new_rank(stage: int) -> Rank:
-    return Rank(stage, "voting", 0, (), frozenset())
-
-
 def beginning() -> World:
-    return World(tuple(new_rank(i * NUM_STAGES // NUM_RANKS) for i in range(NUM_RANKS)), 0)
+    stages = (i * NUM_STAGES // NUM_RANKS for i in range(NUM_RANKS))
+    return World(tuple(Rank(stage, "voting", 0, (), frozenset()) for stage in stages), 0)
 
 
 def test_no_step_is_lost_or_done_twice_and_every_world_comes_to_an_end() -> None:

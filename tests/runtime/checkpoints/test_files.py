@@ -34,7 +34,7 @@ from rota.runtime.checkpoints.saved import Manifest
 from rota.runtime.checkpoints.state import _state_tensors, read_training
 from rota.runtime.checkpoints.tensors import Chunk, File, Part, chunks_of, write_file
 from rota.runtime.checkpoints.values import from_json, same, to_json
-from support.checkpoint_runs import TWO
+from support.checkpoint_runs import TWO, Halving
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def test_a_manifest_comes_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("was", "becomes", "told"),
+    ("was", "becomes", "message"),
     [
         ('"format": 6', '"format": 7', "checkpoint.format is 7; expected 6; it was saved by a later version of Rota"),
         ('"step": 20', '"step": 21', "it has changed since it was saved"),
@@ -80,7 +80,7 @@ def test_a_manifest_comes_back_as_it_was() -> None:
         ('"files": [', '"files": [], "file": [', "expected a list of length >= 1"),
     ],
 )
-def test_a_wrong_manifest_is_told_by_file_and_field(tmp_path: Path, was: str, becomes: str, told: str) -> None:
+def test_a_wrong_manifest_is_told_by_file_and_field(tmp_path: Path, was: str, becomes: str, message: str) -> None:
     save(tmp_path, 20)
     path = tmp_path / "step-20" / "rota.json"
     text = path.read_text()
@@ -89,7 +89,7 @@ def test_a_wrong_manifest_is_told_by_file_and_field(tmp_path: Path, was: str, be
     (none, [(where, error)]) = checkpoint_folder.readable_ones(tmp_path)
     assert (none, where) == ([], path.parent)
     assert str(path) in str(error)
-    assert told in str(error)
+    assert message in str(error)
 
 
 def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
@@ -200,16 +200,6 @@ def test_a_damaged_one_stands_in_nobodys_way(tmp_path: Path) -> None:
 # --- optimizers and schedulers ----------------------------------------------------------------------------------------
 
 
-class Halving:
-    """A schedule with a state of its own, as `LambdaLR` takes it."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-
-    def __call__(self, step: int) -> float:
-        return 0.5 ** (step // self.every)
-
-
 SCHEDULERS = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, [Halving(1), Halving(2)]),
     "steps": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
@@ -298,7 +288,7 @@ def test_what_would_not_come_back_is_not_saved(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ({"$__reduce__": []}, "expected an object whose one field is one of $float, $tuple"),
         ({"$float": "1"}, "expected one of nan, inf, -inf"),
@@ -318,10 +308,10 @@ def test_what_would_not_come_back_is_not_saved(value: Any) -> None:
         (nested(70), "nested more than 64 levels deep"),
     ],
 )
-def test_values_that_are_wrong_are_refused(value: Any, told: str) -> None:
+def test_values_that_are_wrong_are_refused(value: Any, message: str) -> None:
     with pytest.raises(FormatError) as error:
         from_json(Field("value", value))
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).isprintable()
 
 
@@ -349,7 +339,7 @@ PYTHON, NUMPY = ("random", "python", "$tuple"), ("random", "numpy", "$tuple")
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "told"),
+    ("place", "value", "message"),
     [
         (CPU_STATE, {"$tensor": ["U8", [1], "AA=="]}, "random.cpu is not a random state"),
         (CPU_STATE, 3, "expected Tensor"),
@@ -367,13 +357,13 @@ PYTHON, NUMPY = ("random", "python", "$tuple"), ("random", "numpy", "$tuple")
         (("groups", 0, "more"), 1, 'the field "more", which is not known'),
     ],
 )
-def test_a_wrong_training_state_is_told_by_field(place: tuple[Any, ...], value: Any, told: str) -> None:
+def test_a_wrong_training_state_is_told_by_field(place: tuple[Any, ...], value: Any, message: str) -> None:
     (made := Setup("steps")).train(range(2))
     read_again(document := json.loads(json.dumps(written(made))))
     change_at(document, place, value)
     with pytest.raises(FormatError) as error:
         read_again(document)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).isprintable()
 
 
@@ -389,7 +379,7 @@ def test_a_random_state_that_reads_beyond_its_words_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "value", "told"),
+    ("kind", "place", "value", "message"),
     [
         ("steps", ("step",), 1, 'the checkpoint would replace MultiStepLR\'s "step"'),
         ("steps", ("__class__",), 1, 'would replace MultiStepLR\'s "__class__"'),
@@ -401,7 +391,7 @@ def test_a_random_state_that_reads_beyond_its_words_is_refused() -> None:
         ("lambda", ("lr_lambdas",), [], "LambdaLR's lr_lambdas is not in the checkpoint"),
     ],
 )
-def test_a_schedulers_state_sets_nothing_but_data(kind: str, place: tuple[Any, ...], value: Any, told: str) -> None:
+def test_a_schedulers_state_sets_nothing_but_data(kind: str, place: tuple[Any, ...], value: Any, message: str) -> None:
     made = Setup(kind)
     saved = read_again(written(made))
     of_groups = require_records(made.optimizer, made.keys, saved.records)
@@ -410,7 +400,7 @@ def test_a_schedulers_state_sets_nothing_but_data(kind: str, place: tuple[Any, .
     change_at(saved.scheduler[1], place, value)
     with pytest.raises(PipelineError) as error:
         scheduler_state(made.scheduler, saved.scheduler, of_groups)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert repr(made.scheduler.state_dict()) == before
 
 
@@ -465,7 +455,7 @@ def test_a_count_of_steps_stays_on_the_cpu_unless_the_device_counts(
 ) -> None:
     weight = nn.Parameter(torch.empty(size, device="meta"))
     sizes = {"step": (), "exp_avg": size, "exp_avg_sq": size}
-    chunks = {tensor_key("w", name): Chunk(name, "F32", of, (), ()) for name, of in sizes.items()}
+    chunks = {tensor_key("w", name): Chunk(name, "F32", shape, (), ()) for name, shape in sizes.items()}
     index = {key: [Part(chunk, Path(), 0, None)] for key, chunk in chunks.items()}
     found = _state_tensors(weight, "w", WeightRecord(Group("Adam", options, {}, {}), (*sizes,), {}), index)
     assert [found[tensor_key("w", name)].device.type for name in sizes] == [of_count, "meta", "meta"]

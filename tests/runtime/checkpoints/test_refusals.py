@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from rota import Checkpoints, Cluster, Costs, Pipeline, Plan, place, split
+from rota import Checkpoints, Pipeline, split
 from rota.runtime.checkpoints.checkpoint_folder import LOCK
-from rota.schedules import one_f_one_b
 from support.checkpoint_runs import TWO, Training, model, save_model
 from support.networks import loss_fn, refusal
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
-
-
-def plan_on(ranks: list[Any], num_ranks: int = 2) -> Plan:
-    return one_f_one_b(place(Costs.uniform(len(ranks)), Cluster.uniform(num_ranks), ranks), 4)
 
 
 def refused_saves(rank: int, folder: Path) -> list[str]:
@@ -31,7 +25,7 @@ def refused_saves(rank: int, folder: Path) -> list[str]:
         checkpoints = training.checkpoints(folder)
         alien = nn.Linear(2, 3)
         with_alien = Checkpoints(folder, pipeline, torch.optim.SGD([*pipeline.parameters(), *alien.parameters()]))
-        told = [
+        messages = [
             refusal(lambda: checkpoints.save(-1)),
             refusal(lambda: checkpoints.save(1, seen={3, 4})),
             refusal(lambda: checkpoints.save(1, seed=1 << 50_000)),
@@ -45,19 +39,19 @@ def refused_saves(rank: int, folder: Path) -> list[str]:
         ]
         if rank == 1:
             training.scheduler.last_epoch += 1
-        told.append(refusal(lambda: checkpoints.save(1)))
+        messages.append(refusal(lambda: checkpoints.save(1)))
         if rank == 1:
             training.scheduler.last_epoch -= 1
             training.optimizer.param_groups[0]["lr"] = 0.5
-        told.append(refusal(lambda: checkpoints.save(1)))
-        return told
+        messages.append(refusal(lambda: checkpoints.save(1)))
+        return messages
 
 
 def test_what_cannot_be_saved_is_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    zero, one = pool.run(2, refused_saves, tmp_path)
-    assert zero == one
-    for told, words in zip(
-        zero,
+    on_rank_0, on_rank_1 = pool.run(2, refused_saves, tmp_path)
+    assert on_rank_0 == on_rank_1
+    for messages, words in zip(
+        on_rank_0,
         [
             "step=-1; give a whole number from 0 to",
             "extra['seen'] is a set, \"{3, 4}\", but checkpoints hold only numbers",
@@ -74,13 +68,13 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(pool: Pool, tmp_path: Path
         ],
         strict=True,
     ):
-        assert words in told
+        assert words in messages
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "step-1.partial"]
 
 
 def refused_loads(rank: int, folder: Path) -> list[str]:
     training = Training(TWO)
-    told = []
+    messages = []
     with training.pipeline as pipeline:
         training.steps(range(1))
         before = [p.detach().clone() for p in pipeline.parameters()]
@@ -94,22 +88,22 @@ def refused_loads(rank: int, folder: Path) -> list[str]:
             (training.optimizer, None),
             (training.optimizer, StepLR(training.optimizer, 1)),
         ):
-            told.append(refusal(Checkpoints(folder, pipeline, optimizer, scheduler).load))
+            messages.append(refusal(Checkpoints(folder, pipeline, optimizer, scheduler).load))
         assert all(map(torch.equal, before, pipeline.parameters()))
     longer, shorter, short_bias = [*model(), nn.Linear(6, 6)], model()[:-1], model()
     short_bias[1].linear.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     for layers in (longer, shorter, short_bias, model().float()):
-        with Pipeline(split(nn.Sequential(*layers), 2), plan_on([0, 1]), loss_fn) as pipeline:
-            told.append(refusal(Checkpoints(folder, pipeline, None).load))
-    return told
+        with Pipeline(split(nn.Sequential(*layers), 2), TWO.plan(), loss_fn) as pipeline:
+            messages.append(refusal(Checkpoints(folder, pipeline, None).load))
+    return messages
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, save_model, tmp_path)
-    zero, one = pool.run(2, refused_loads, tmp_path)
-    assert zero == one
-    for told, words in zip(
-        zero,
+    on_rank_0, on_rank_1 = pool.run(2, refused_loads, tmp_path)
+    assert on_rank_0 == on_rank_1
+    for messages, words in zip(
+        on_rank_0,
         [
             "saved with AdamW, but this is SGD",
             "0.linear.weight and 0.linear.bias are in one group, 0, but were saved with different lr",
@@ -123,4 +117,4 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(pool: Poo
         ],
         strict=True,
     ):
-        assert words in told
+        assert words in messages

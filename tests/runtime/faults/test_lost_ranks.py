@@ -55,8 +55,8 @@ def assert_lost(ended: Ended, whom: str, *doings: str, first: str = "rank 1: Val
     if ended.exit_code == 70 and first:  # the machine was too busy for it to notice by itself in time
         assert re.search(f"was ended because another rank failed: {first}", ended.last_line), ended
         return
-    told = f"the first error was that of {first}" if first else "look there for the first error"
-    assert_told(ended, f"LostRankError: lost {whom} while ({'|'.join(doings)}): {told}")
+    message = f"the first error was that of {first}" if first else "look there for the first error"
+    assert_told(ended, f"LostRankError: lost {whom} while ({'|'.join(doings)}): {message}")
 
 
 @pytest.mark.parametrize(
@@ -154,32 +154,23 @@ def step_with_parts(rank: int, where: str, kind: type[nn.Module], plan: Plan) ->
 MEMORY = "OutOfMemoryError: tried to allocate 2 GiB"
 
 
-class RunsOutOfMemory(Layer):
-    """In its second step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_forwards = 0
-
-    def forward(self, *values: Tensor) -> Tensor:
-        self.num_forwards += 1
-        if self.num_forwards == 4 + 2:
-            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return super().forward(*values)
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
 
 def go_on_after_errors(rank: int) -> list[str]:
     """What each call raises in a script that catches all of it. Without a time limit, only other ranks can end one."""
-    told = []
-    with Pipeline(stages_with(RunsOutOfMemory(), 1), plan_for(), loss_fn, timeout_s=math.inf) as pipeline:
+    message = []
+    stages = stages_with(Fails(run_out_of_memory, "forward", 4 + 1), 1)  # in its second step
+    with Pipeline(stages, plan_for(), loss_fn, timeout_s=math.inf) as pipeline:
         pipeline.step(*batch_of(4))
         for call in (pipeline.step, pipeline.step, pipeline.evaluate):
-            told.append(error_of(call, *batch_of(4)))
-        told.append(error_of(pipeline.clip_grad_norm_, 1.0))
-        told.append(error_of(pipeline.timeline))
+            message.append(error_of(call, *batch_of(4)))
+        message.append(error_of(pipeline.clip_grad_norm_, 1.0))
+        message.append(error_of(pipeline.timeline))
         with pytest.raises(PipelineError, match="an earlier call failed"), pipeline.watching("metrics"):
             pass
-    return told
+    return message
 
 
 def error_of(call: Callable[..., Any], *arguments: Any) -> str:
@@ -197,9 +188,9 @@ def test_no_call_follows_one_that_failed_on_a_rank_alone(pool: Pool) -> None:
             assert re.fullmatch(
                 f"LostRankError: lost rank 1 while .+: the first error was that of rank 1: {MEMORY}", first
             )
-        for told in later:
-            assert told.startswith(f"PipelineError: an earlier call failed on this rank ({first}), which ended")
-            assert told.endswith("start all ranks again from a checkpoint (rota run --max-restarts does so)")
+        for message in later:
+            assert message.startswith(f"PipelineError: an earlier call failed on this rank ({first}), which ended")
+            assert message.endswith("start all ranks again from a checkpoint (rota run --max-restarts does so)")
 
 
 def go_on_after_refusals(rank: int) -> list[float]:
@@ -249,8 +240,8 @@ def step_as_often(rank: int, num_steps: list[int], then: str) -> str:
 def test_rank_that_runs_out_of_batches_first_is_not_lost(
     pool: Pool, num_steps: list[int], then: str, doing: str
 ) -> None:
-    for rank, told in enumerate(pool.run(NUM_RANKS, step_as_often, num_steps, then)):
-        assert told == (
+    for rank, message in enumerate(pool.run(NUM_RANKS, step_as_often, num_steps, then)):
+        assert message == (
             ""
             if rank == 1
             else f"LostRankError: rank 1 closed its pipeline without an error after 2 steps, but this rank goes on "
@@ -274,5 +265,5 @@ def lose_a_rank_after_another_has_ended(rank: int) -> None:
 
 def test_rank_that_did_its_part_and_ended_is_not_the_one_that_was_lost(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, lose_a_rank_after_another_has_ended)
-    assert [each.exit_code for each in ended] == [0, 1, 9], ended
+    assert [process.exit_code for process in ended] == [0, 1, 9], ended
     assert_lost(ended[1], "a rank", "bringing outputs from rank 2 to rank 1", first="")

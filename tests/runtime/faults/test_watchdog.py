@@ -16,7 +16,7 @@ from rota import Pipeline, PipelineError, Plan, Stages
 from rota.core.errors import LostRankError
 from rota.runtime.faults import watchdog
 from rota.runtime.faults.watchdog import EXIT_CODE
-from support.faulty_stages import NUM_RANKS, Fails, hang, plan_for, stages_with
+from support.faulty_stages import NUM_RANKS, Fails, break_on_purpose, hang, plan_for, stages_with
 from support.fresh import Ended, run_fresh
 from support.networks import Layer, batch_of, loss_fn
 from support.watch_clock import WatchClock, once_all_are
@@ -36,13 +36,13 @@ def steps(
             pipeline.step(*batch_of(plan.num_microbatches))
 
 
-def assert_one_report(ended: list[Ended], *told: str) -> None:
-    """All ranks end with the same message, which has all that is `told`."""
-    for each in ended:
-        assert each.exit_code == EXIT_CODE == 70, each
-        assert each.stderr == ended[0].stderr
-        assert "Traceback" not in each.stderr
-    for text in ("a larger timeout_s", *told):
+def assert_one_report(ended: list[Ended], *message: str) -> None:
+    """All ranks end with the same message, which has all that is `message`."""
+    for process in ended:
+        assert process.exit_code == EXIT_CODE == 70, process
+        assert process.stderr == ended[0].stderr
+        assert "Traceback" not in process.stderr
+    for text in ("a larger timeout_s", *message):
         assert text in ended[0].stderr, ended[0]
 
 
@@ -76,23 +76,15 @@ def test_rank_whose_messages_nobody_takes_names_the_transfer_and_the_peer(tmp_pa
     )
 
 
-class LosesARank(Layer):
-    """Raises, in its second forward, what a message raises if Gloo reports that the other side is gone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forwards = 0
-
-    def forward(self, *values: Tensor) -> Tensor:
-        self.forwards += 1
-        if self.forwards == 2:
-            raise LostRankError("lost rank 1", "sending 0F0→1F0")
-        return super().forward(*values)
+def lose_a_rank() -> None:
+    """As a message does if Gloo reports that the other side is gone."""
+    raise LostRankError("lost rank 1", "sending 0F0→1F0")
 
 
 def lose_a_rank_that_only_rank_0_notices(rank: int, looks: bool) -> None:
     """`looks`: rank 2 looks for losses of others while it waits; else it notices when rank 1 has ended."""
-    stages = Stages([stage.double() for stage in (LosesARank(), Fails(hang, "forward", 0), Layer())])
+    layers = Fails(lose_a_rank, "forward", 1), Fails(hang, "forward", 0), Layer()
+    stages = Stages([layer.double() for layer in layers])
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2 and not looks:
             patch.setattr(watchdog, "_AFTER_A_FAILURE_S", math.inf)
@@ -107,15 +99,15 @@ def test_rank_that_waits_for_a_lost_one_ends_once_another_rank_has_noticed(tmp_p
     Ranks 1 and 2 are ended, whichever comes first: rank 2 does not take the end of rank 1 for the first error.
     """
     first, *others = run_fresh(tmp_path, NUM_RANKS, lose_a_rank_that_only_rank_0_notices, looks)
-    told = "LostRankError: lost rank 1 while sending 0F0→1F0: look there for the first error"
+    message = "LostRankError: lost rank 1 while sending 0F0→1F0: look there for the first error"
     assert first.exit_code == 1
-    assert first.last_line.endswith(told)
+    assert first.last_line.endswith(message)
     lost = "lost rank 1 while waiting for 1F0→2F0"
     does = ["is at 1F0 ", f"waits for 1F0→2F0 from rank 1, |{lost}, " if looks else f"{lost}, "]
     for rank, ended in enumerate(others, start=1):
         assert ended.exit_code == EXIT_CODE, ended
         assert re.search(f"^rota: rank {rank} ({does[rank - 1]})", ended.last_line), ended
-        assert ended.last_line.endswith(f", and was ended because another rank failed: rank 0: {told}")
+        assert ended.last_line.endswith(f", and was ended because another rank failed: rank 0: {message}")
 
 
 def test_rank_that_never_does_what_the_others_do(tmp_path: Path) -> None:
@@ -169,13 +161,13 @@ def test_rank_that_makes_no_pipeline(tmp_path: Path) -> None:
     assert ended[1].exit_code is None
     assert ended[0].exit_code == ended[2].exit_code == EXIT_CODE
     assert ended[0].stderr == ended[2].stderr
-    for told in (
+    for message in (
         "rota: no progress for 1000 s, so all ranks end: rank 1 never answered; it is stopped, dead, or without a",
         "rank 0 waits for the other ranks to make their pipelines for ",
         "s, before the first op",
         "rank 1 did not answer within 5 s",
     ):
-        assert told in ended[0].stderr, ended
+        assert message in ended[0].stderr, ended
 
 
 def make_late(rank: int, folder: Path) -> None:
@@ -250,20 +242,16 @@ class Slow(Layer):
         return super().forward(*values)
 
 
-class Broken(Layer):
-    def forward(self, *values: Tensor) -> Tensor:
-        raise ValueError("broken on purpose")
-
-
 def take_time(rank: int, plan: Plan) -> None:
     """A step that takes longer than the timeout, a long rest after it, and a broken step, which ends the watchdog."""
     Slow.clock = clock = WatchClock()
-    slow, broken = (Stages([layer().double() for _ in range(NUM_RANKS)]) for layer in (Slow, Broken))
+    slow = Stages([Slow().double() for _ in range(NUM_RANKS)])
+    broken = Stages([Fails(break_on_purpose, "forward", 0).double() for _ in range(NUM_RANKS)])
     with Pipeline(slow, plan, loss_fn, timeout_s=TIMEOUT_S) as pipeline:
         pipeline.step(*batch_of(plan.num_microbatches))
         clock.let_pass(round(2 * TIMEOUT_S))
-    error, told = (ValueError, "on purpose") if rank == 0 else (PipelineError, "lost rank")
-    with Pipeline(broken, plan, loss_fn, timeout_s=TIMEOUT_S) as pipeline, pytest.raises(error, match=told):
+    error, message = (ValueError, "on purpose") if rank == 0 else (PipelineError, "lost rank")
+    with Pipeline(broken, plan, loss_fn, timeout_s=TIMEOUT_S) as pipeline, pytest.raises(error, match=message):
         pipeline.step(*batch_of(plan.num_microbatches))
 
 

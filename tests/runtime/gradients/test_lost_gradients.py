@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place
+from rota import Cluster, Costs, Pipeline, Plan, place
 from rota.schedules import NAMED
 from support.networks import assert_as_unsplit, batch_of, chain, gradients_of, loss_fn, refusal, stages_of
 from support.pool import Pool
@@ -48,10 +48,6 @@ def without_gradient(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x).detach()
 
 
-def stages_that_stop(at: int | None) -> Stages:
-    return stages_of(*(without_gradient if stage == at else layer for stage in range(3)))
-
-
 Case = tuple[Plan, Callable[..., Tensor], int | None, Any]
 
 
@@ -59,7 +55,7 @@ def steps_told(rank: int, cases: list[Case]) -> list[str]:
     """What the step of each case raises."""
     told = []
     for plan, loss_of, stops_at in cases:
-        stages = stages_that_stop(stops_at)
+        stages = stages_of(*(without_gradient if stage == stops_at else layer for stage in range(3)))
         with Pipeline(stages, plan, loss_of) as pipeline:
             told.append(refusal(pipeline.step, *batch_of(2)))
         assert not gradients_of(stages, range(3))
@@ -123,20 +119,11 @@ def with_aside(linear: nn.Linear, x: Tensor, aside: Tensor) -> Tensor:
     return linear(x) * torch.sigmoid(aside)
 
 
-def untrained_first_stage() -> Stages:
-    """Its weights want gradients, and get none."""
-    return stages_of(without_gradient, layer, layer)
-
-
-def target_from_another_path() -> Stages:
-    """Stage 1 is a path without gradient beside one with it: what comes before is trained all the same."""
-    return stages_of(layer, without_gradient, with_aside, edges=[(0, 2), (0, 1), (1, 2)])
-
-
 def test_what_plain_pytorch_leaves_untrained(pool: Pool) -> None:
-    cases = []
-    for costs in (Costs.uniform(3), Costs.uniform(3, weight_us=1)):
-        cases.append((untrained_first_stage(), plan_for(costs), [batch_of(2)]))
-        placement = place(costs, Cluster.uniform(2), [0, 1, 1], [(0, 2), (0, 1), (1, 2)])
-        cases.append((target_from_another_path(), NAMED["gpipe"](placement, 2), [batch_of(2)]))
+    """The weights of a first stage; and a path without gradient, behind a stage that is trained by another path."""
+    cases, edges = [], [(0, 2), (0, 1), (1, 2)]
+    for costs in (B, IW):
+        cases.append((stages_of(without_gradient, layer, layer), plan_for(costs), [batch_of(2)]))
+        plan = NAMED["gpipe"](place(costs, Cluster.uniform(2), [0, 1, 1], edges), 2)
+        cases.append((stages_of(layer, without_gradient, with_aside, edges=edges), plan, [batch_of(2)]))
     assert_as_unsplit(pool, 2, cases)

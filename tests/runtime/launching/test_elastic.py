@@ -17,24 +17,14 @@ from typing import Any
 
 import pytest
 
-from rota import Cluster, Costs, Plan, place
-from rota.schedules import gpipe, one_f_one_b
 from support import ROOT, elastic_training
 from support.commands import output_of
-from support.elastic_training import NUM_MICROBATCHES, NUM_STAGES, train
+from support.elastic_training import NUM_STAGES, NUM_STEPS, ON_TWO, PLAN, undisturbed
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
 SCRIPT = str(Path(elastic_training.__file__))
-COSTS = Costs.uniform(NUM_STAGES, 100, 200)
-PLAN = one_f_one_b(place(COSTS, Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
-ON_TWO = gpipe(place(COSTS, Cluster.uniform(2), ranks=(0, 0, 1, 1)), NUM_MICROBATCHES)
-NUM_STEPS = 12
-
-
-def undisturbed(rank: int, plan: Plan) -> list[tuple[int, float]]:
-    return train(plan, NUM_STEPS)
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:

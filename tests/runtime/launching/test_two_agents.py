@@ -15,23 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from rota import Cluster, Costs, Plan, place
-from rota.schedules import gpipe, one_f_one_b
 from support import elastic_training
-from support.elastic_training import NUM_MICROBATCHES, NUM_STAGES, train
+from support.elastic_training import NUM_STAGES, NUM_STEPS, ON_TWO, PLAN, undisturbed
 from support.faulty_training import processes_in
 from support.pool import Pool
 
 pytestmark = [pytest.mark.dist, pytest.mark.faults]
 
-COSTS = Costs.uniform(NUM_STAGES, 100, 200)
-PLAN = one_f_one_b(place(COSTS, Cluster.uniform(NUM_STAGES)), NUM_MICROBATCHES)
-ON_TWO = gpipe(place(COSTS, Cluster.uniform(2), ranks=(0, 0, 1, 1)), NUM_MICROBATCHES)
-NUM_STEPS, LOST_IN = 12, 5
-
-
-def undisturbed(rank: int, plan: Plan) -> list[tuple[int, float]]:
-    return train(plan, NUM_STEPS)
+LOST_IN = 5
 
 
 def agent(
@@ -63,15 +54,15 @@ def lose_b(folder: Path) -> int:
     (folder / "faults.json").write_text(json.dumps([(LOST_IN, "b", "node")]))
     for plan in (PLAN, ON_TWO):
         (folder / f"plan-{plan.num_ranks}.json").write_text(plan.to_json())
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 def done_in(folder: Path) -> list[tuple[int, float, int]]:
     """Each step, its loss and the number of ranks; the training has resumed once, from step 4."""
-    told = re.findall(r"^rota: training resumes from .*$", (folder / "stderr-a").read_text(), flags=re.MULTILINE)
-    assert told == [f"rota: training resumes from {folder}/run/step-4"]
+    resumed = re.findall(r"^rota: training resumes from .*$", (folder / "stderr-a").read_text(), flags=re.MULTILINE)
+    assert resumed == [f"rota: training resumes from {folder}/run/step-4"]
     assert processes_in(folder) == []
     return [tuple(json.loads(line)) for line in (folder / "losses").read_text().splitlines()]
 
@@ -85,10 +76,10 @@ def test_a_machine_that_comes_back(pool: Pool, tmp_path: Path, rendezvous: str) 
     try:
         assert agents[1].wait(200) == -9
         agents.append(agent(tmp_path, "b", port, rendezvous, "2", "", "any-number"))
-        assert [one.wait(200) for one in (agents[0], agents[2])] == [0, 0], (tmp_path / "stderr-a").read_text()
+        assert [process.wait(200) for process in (agents[0], agents[2])] == [0, 0], (tmp_path / "stderr-a").read_text()
     finally:
-        for one in agents:
-            one.kill()
+        for process in agents:
+            process.kill()
     losses = done_in(tmp_path)
     assert [step for step, *_ in losses] == [*range(LOST_IN), *range(4, NUM_STEPS)]
     assert all(loss == expected[step] for step, loss, _ in losses)
@@ -101,10 +92,10 @@ def test_the_half_that_is_left_goes_on(pool: Pool, tmp_path: Path) -> None:
     quick = ",last_call_timeout=3,keep_alive_interval=1"
     agents = [agent(tmp_path, node, port, "c10d", "1:2", quick, "any-number") for node in "ab"]
     try:
-        codes = [one.wait(250) for one in agents]
+        codes = [process.wait(250) for process in agents]
     finally:
-        for one in agents:
-            one.kill()
+        for process in agents:
+            process.kill()
     assert codes == [0, -9], (tmp_path / "stderr-a").read_text()
     losses = done_in(tmp_path)
     steps = [(step, 4) for step in range(LOST_IN)] + [(step, 2) for step in range(4, NUM_STEPS)]

@@ -26,7 +26,7 @@ from support.sampling import some
 
 
 @given(strategies.plans())
-@settings(deadline=None, max_examples=some(40))
+@settings(max_examples=some(40))
 def test_moves_keep_times_exact_and_memory_within_limits(plan: Plan) -> None:
     problem = Problem(plan.placement, plan.num_microbatches)
     orders = problem.to_orders(plan)
@@ -40,8 +40,8 @@ def test_moves_keep_times_exact_and_memory_within_limits(plan: Plan) -> None:
         heats = np.array([2.0, 1.0])
         goal = Goal(is_span, best, 0)
         anneal(Tables.of(problem), problem.step_ends, Memory.of(problem), state, goal, heats, 3_000)
-        for found in (state.best, state.orders):
-            assert fits(problem, found)
+        for improved in (state.best, state.orders):
+            assert fits(problem, improved)
         assert score(problem, state.best) == Score(*(best[::-1] if is_span else best).tolist())
         assert tuple(best) <= (first[::-1] if is_span else first)
 
@@ -55,11 +55,11 @@ def uneven(limit_bytes: int) -> Problem:
 def test_no_worse_than_zero_bubble_by_hand(limit_bytes: int) -> None:
     problem = uneven(limit_bytes)
     by_hand = [problem.to_orders(schedule(problem.placement, 8)) for schedule in (zb_h1, zb_h2, one_f_one_b)]
-    found = improve(Climb(problem, True, 0), serial(problem), 0, Budget(0.3, deterministic=True))
-    timed = score(problem, found)
+    improved = improve(Climb(problem, True, 0), serial(problem), 0, Budget(0.3, deterministic=True))
+    timed = score(problem, improved)
     assert timed is not None
     for orders in filter(partial(fits, problem), by_hand):
         other = score(problem, orders)
         assert other is not None
         assert timed.span_us <= other.span_us
-    assert fits(problem, found)
+    assert fits(problem, improved)

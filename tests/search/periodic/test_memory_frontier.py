@@ -40,7 +40,7 @@ def test_limits_hold_with_transfers() -> None:
     require_true(curve, 1, 2, 5, 16)
 
 
-@settings(max_examples=some(10), deadline=None)
+@settings(max_examples=some(10))
 @given(
     st.integers(2, 4),
     st.tuples(st.integers(1, 9), st.integers(0, 12)),

@@ -23,20 +23,20 @@ def v_loop(num_ranks: int, limit: int | None) -> Loop:
 def test_one_micro_batch_a_period_is_proven(limit: int, period: int):
     loop = v_loop(4, limit)
     below = Period(Interval(loop, 1, period - 1)).solve(Budget(1))
-    found = Period(Interval(loop, 1, period)).solve(Budget(1)).rhythm
+    rhythm = Period(Interval(loop, 1, period)).solve(Budget(1)).rhythm
     assert below.rhythm is None
     assert below.is_proven
-    assert found is not None
-    assert found.period_us == period
+    assert rhythm is not None
+    assert rhythm.period_us == period
 
 
 def test_three_micro_batches_a_period_use_memory_that_one_cannot():
-    found = Period(Interval(v_loop(4, 3), 3, 16)).solve(Budget(5)).rhythm
-    assert found is not None
-    Steady.of(v_loop(4, 3).placement, 3, found).verify()
+    rhythm = Period(Interval(v_loop(4, 3), 3, 16)).solve(Budget(5)).rhythm
+    assert rhythm is not None
+    Steady.of(v_loop(4, 3).placement, 3, rhythm).verify()
 
 
-@settings(max_examples=some(12), deadline=None)
+@settings(max_examples=some(12))
 @given(placed())
 def test_what_is_found_is_true_for_any_placement(placement):
     loop = Loop(placement)

@@ -29,35 +29,35 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_period_is_proven_least(name: str):
     placement, us_per_microbatch = SHAPES[name]
-    found = find_steady(placement, Budget(20, deterministic=True))
-    assert found is not None
-    assert found.steady.us_per_microbatch == us_per_microbatch
-    assert found.is_optimal
-    assert found.proven_for
-    found.steady.verify()
-    check(found.steady.unroll(12))
+    result = find_steady(placement, Budget(20, deterministic=True))
+    assert result is not None
+    assert result.steady.us_per_microbatch == us_per_microbatch
+    assert result.is_optimal
+    assert result.proven_for
+    result.steady.verify()
+    check(result.steady.unroll(12))
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_inference_is_proven_least(name: str):
     placement = SHAPES[name][0].forward_only()
-    found = find_steady(placement, Budget(20, deterministic=True))
-    assert found is not None
-    assert found.is_optimal
-    found.steady.verify()
+    result = find_steady(placement, Budget(20, deterministic=True))
+    assert result is not None
+    assert result.is_optimal
+    result.steady.verify()
 
 
 def test_a_long_step_fills_and_drains_in_one_micro_batch_s_time():
-    found = find_steady(tessel("v", 4, 4), Budget(20, deterministic=True))
-    assert found is not None
-    assert found.steady.latency_us == 16
-    assert simulate(found.steady.unroll(128)).makespan_us == 127 * 4 + 16
+    result = find_steady(tessel("v", 4, 4), Budget(20, deterministic=True))
+    assert result is not None
+    assert result.steady.latency_us == 16
+    assert simulate(result.steady.unroll(128)).makespan_us == 127 * 4 + 16
 
 
 def test_flat_starts_that_are_not_true_are_refused():
-    found = find_steady(tessel("v", 4, 4), Budget(20, deterministic=True))
-    assert found is not None
-    steady = found.steady
+    result = find_steady(tessel("v", 4, 4), Budget(20, deterministic=True))
+    assert result is not None
+    steady = result.steady
     first, *others = steady.starts_us
     with pytest.raises(PlanError, match="overlap"):
         replace(steady, period_us=3).verify()
@@ -67,15 +67,15 @@ def test_flat_starts_that_are_not_true_are_refused():
         replace(steady, placement=tessel("v", 4, 3)).verify()
 
 
-@settings(max_examples=some(15), deadline=None)
+@settings(max_examples=some(15))
 @given(placed())
 def test_any_placement_has_a_steady_state_that_keeps_its_word(placement):
-    found = find_steady(placement, Budget(0.5, deterministic=True))
-    assert found is not None
-    assert found.steady.us_per_microbatch >= found.bound_us
-    found.steady.verify()
-    step = simulate(found.steady.unroll(5))
-    flat = found.steady.flat_starts(5)
+    result = find_steady(placement, Budget(0.5, deterministic=True))
+    assert result is not None
+    assert result.steady.us_per_microbatch >= result.bound_us
+    result.steady.verify()
+    step = simulate(result.steady.unroll(5))
+    flat = result.steady.flat_starts(5)
     first = step.plan.first_node
     starts = step.plan.earliest.starts_us
     for task, row in enumerate(flat):
