@@ -34,9 +34,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
-        there = (page.parent / path).resolve() if path else page
-        assert there.exists(), target
-        assert not anchor or anchor in anchors(there), target
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

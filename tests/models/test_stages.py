@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rota.core.errors import PipelineError, SplitError
 from rota.models import StageEdge, Stages, split
 from support.networks import batch_of, graph_of_layers
+from support.odd_stages import Calls
 
 
 class Fork(nn.Module):
@@ -87,11 +88,7 @@ def test_graph_is_told_edge_by_edge() -> None:
 
 
 def test_arguments_come_in_the_order_of_the_edges() -> None:
-    class Subtract(nn.Module):
-        def forward(self, first: Tensor, second: Tensor) -> Tensor:
-            return first - second
-
-    modules = [nn.Linear(2, 2), nn.Linear(2, 2), Subtract()]
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2), Calls(lambda _, first, second: first - second)]
     x = torch.randn(1, 2)
     forwards, backwards = Stages(modules, [(0, 2), (1, 2)]), Stages(modules, [(1, 2), (0, 2)])
     assert torch.equal(forwards.run(x), -backwards.run(x))

@@ -219,9 +219,9 @@ def test_nothing_fits_and_what_would(inference: bool) -> None:
     with pytest.raises(
         SearchError,
         match=r"found nothing that fits: the plan that needs the least memory is .* of 1 row, .*; give --memory",
-    ) as told:
+    ) as error:
         autoplan(profiles, Machine(2, 1200), 8, Choices(inference=inference), time_limit_s=LONG_S)
-    found = re.search(r"--memory ([\d.]+)kB", str(told.value))
+    found = re.search(r"--memory ([\d.]+)kB", str(error.value))
     assert found is not None
     enough = round(float(found[1]) * 1000)
     answer = autoplan(profiles, Machine(2, enough), 8, Choices(inference=inference), time_limit_s=LONG_S)
@@ -241,9 +241,9 @@ def test_the_parts_of_a_step_add_up_and_reasons_name_what_is_longer() -> None:
     slower = answer.candidates[1:4]
     assert slower
     for found in slower:
-        told = why_slower(found, answer.best)
-        assert told in text
-        assert any(word in told for word in ("ranks wait", "compute", "recomputes", "all-reduce", "equally fast"))
+        message = why_slower(found, answer.best)
+        assert message in text
+        assert any(word in message for word in ("ranks wait", "compute", "recomputes", "all-reduce", "equally fast"))
 
 
 def test_the_answer_is_the_same_on_every_run() -> None:
@@ -366,7 +366,7 @@ def test_branches_are_placed_as_the_graph_that_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"batch_rows": 7}, "batch_rows is 7: give a multiple of one of the rows that were measured, 2, 4"),
         ({"profiles": {}}, "give profiles as a dict of layers by rows"),
@@ -377,14 +377,14 @@ def test_branches_are_placed_as_the_graph_that_they_are() -> None:
         ({"choices": Choices(pipeline_ranks=3)}, "a pipeline of 3 ranks: give 1 to 2"),
     ],
 )
-def test_what_cannot_be_asked(change: dict[str, object], told: str) -> None:
+def test_what_cannot_be_asked(change: dict[str, object], message: str) -> None:
     request = {"profiles": {2: layer_costs(2), 4: layer_costs(4)}, "machine": Machine(2), "batch_rows": 8}
-    with pytest.raises(RotaError, match=told):
+    with pytest.raises(RotaError, match=message):
         autoplan(**(request | change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"num_ranks": 1, "slowdowns": (0,)}, r"slowdowns\[0\] is 0: give 1 for ordinary speed"),
         ({"num_ranks": 2, "node_link": Link(1)}, "node_link joins nodes: give the number of ranks of a node"),
@@ -393,18 +393,18 @@ def test_what_cannot_be_asked(change: dict[str, object], told: str) -> None:
         ({"num_ranks": 2, "link": Cluster.uniform(2, 9), "limit_bytes": 8}, "the cluster has limit_bytes too"),
     ],
 )
-def test_machines_that_there_are_not(given: dict[str, object], told: str) -> None:
-    with pytest.raises(PlacementError, match=told):
+def test_machines_that_there_are_not(given: dict[str, object], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
         Machine(**given)  # type: ignore[arg-type]
 
 
 def test_it_can_be_stopped_and_says_what_was_left() -> None:
     profiles = {1: layer_costs(1, UNEVEN), 2: layer_costs(2, UNEVEN)}
-    told: list[str] = []
+    lines: list[str] = []
     stopped: list[bool] = []
 
     def stop_at_the_first_plan(progress: Progress) -> None:
-        told.append(str(progress))
+        lines.append(str(progress))
         if progress.best_us is not None and not stopped:
             stopped.append(True)
             signal.raise_signal(signal.SIGINT)
@@ -413,7 +413,7 @@ def test_it_can_be_stopped_and_says_what_was_left() -> None:
     assert answer.stopped_by == "Ctrl-C"
     assert "stopped by Ctrl-C" in answer.to_text()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert any("plans" in line for line in told)
+    assert any("plans" in line for line in lines)
 
 
 def test_an_error_of_progress_loses_no_plan() -> None:

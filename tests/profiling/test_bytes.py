@@ -19,6 +19,7 @@ from rota.runtime.compute import Batch, Compute
 from rota.runtime.messages import over_tensors
 from rota.runtime.microbatches import Microbatches
 from support.layered_models import MAKE, Case, case
+from support.odd_stages import Calls
 from support.profiles import profile, profile_layers
 
 
@@ -142,20 +143,10 @@ def test_without_numbers_the_bytes_are_the_same(name: str) -> None:
     assert profile_layers(made, *of[1:], **options, device="cpu-core") == on_meta
 
 
-class Twice(nn.Module):
-    """Its weight has two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
 def test_a_weight_with_two_names_in_a_layer_is_one_without_numbers_too() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Twice())
+    twice = Calls(lambda s, x: s.second(s.first(x)), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    twice.second.weight = twice.first.weight
+    model = nn.Sequential(nn.Linear(4, 4), twice)
     of = Case(model, torch.ones(2, 4), torch.ones(2, 4), nn.functional.mse_loss)
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "repeats": 1}
     real, on_meta = profile_layers(*of, **options), profile_layers(*of, **options, device="cpu-core")

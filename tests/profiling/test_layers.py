@@ -23,6 +23,7 @@ from rota.profiling import DEVICES, clocks
 from rota.profiling.clocks import WallClock
 from rota.profiling.roofline import Kernels, Roofline
 from support.layered_models import MAKE, case
+from support.odd_stages import Calls
 from support.profiles import profile, profile_layers, profile_model
 
 
@@ -35,20 +36,14 @@ def test_every_cut_is_found_and_split_takes_its_name(name: str) -> None:
         assert len(split(of.model, 2, [cut], example=of.batch)) == 2
 
 
-class Draws(nn.Module):
-    """By Python's generator and NumPy's, as layers that are dropped at random do."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * random.random() * np.random.rand()
-
-
 def profile_stages(model: nn.Module, *batch: Any, **how: Any) -> Any:
     return profile(split(model, 2), *batch, here=True, **how)
 
 
 @pytest.mark.parametrize("measure", [profile_layers, profile_stages])
 def test_all_random_states_are_left_as_they_were(measure: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Draws(), nn.Dropout(), nn.Linear(4, 1))
+    draws = Calls(lambda _, x: x * random.random() * np.random.rand())  # as layers that are dropped at random do
+    model = nn.Sequential(nn.Linear(4, 4), draws, nn.Dropout(), nn.Linear(4, 1))
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2]
     measure(model, torch.ones(3, 4), repeats=1)
     assert torch.equal(torch.get_rng_state(), before[0])

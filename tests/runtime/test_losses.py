@@ -15,16 +15,12 @@ from rota.runtime.device.protocol import HostDevice
 from rota.runtime.losses import loss_of, needs_target
 from rota.schedules import NAMED, chimera
 from support.loss_cases import Batch, Case, assert_exact
+from support.meshed import part_of
 from support.networks import WIDTH, Stage, chain, clear, loss_fn, plan_for, refusal, rows_of
 from support.pool import Pool
 
 N = 4
 CHAINS = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
-
-
-def part_of(batch: tuple[Tensor, Tensor], pipeline: Pipeline) -> tuple[Tensor, Tensor]:
-    x, target = (tensor[pipeline.replica :: pipeline.num_replicas] for tensor in batch)
-    return x, target
 
 
 # --- one micro-batch --------------------------------------------------------------------------------------------------
@@ -110,15 +106,15 @@ def with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
 
 
 def metrics_of(rank: int, plan: Plan, dp: int) -> list[Any]:
-    found: list[Any] = []
+    results: list[Any] = []
     with Pipeline(chain(2), plan, with_metrics, mesh=rota.mesh(pp=2, dp=dp)) as pipeline:
         assert pipeline.metrics == {}
         for seed in (1, 2):
-            found.append((pipeline.step(*part_of(rows_of(20, seed), pipeline)), pipeline.metrics))
+            results.append((pipeline.step(*part_of(rows_of(20, seed), pipeline)), pipeline.metrics))
         pipeline.forward(part_of(rows_of(20), pipeline)[0])
-        assert pipeline.metrics == found[-1][1]  # as of the last step
-        found.append((pipeline.evaluate(*part_of(rows_of(20, 1), pipeline)), pipeline.metrics))
-    return found
+        assert pipeline.metrics == results[-1][1]  # as of the last step
+        results.append((pipeline.evaluate(*part_of(rows_of(20, 1), pipeline)), pipeline.metrics))
+    return results
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -127,8 +123,8 @@ def test_metrics_are_the_whole_batch_s_on_every_rank(pool: Pool, dp: int) -> Non
     plan = plan_for(2, num_microbatches=3) if dp == 1 else CHAINS
     by_rank = pool.run(2 * dp, metrics_of, plan, dp)
     rows = 20 / dp / plan.num_microbatches
-    for found in by_rank:
-        for (loss, metrics), seed in zip(found, (1, 2, 1), strict=True):
+    for results in by_rank:
+        for (loss, metrics), seed in zip(results, (1, 2, 1), strict=True):
             x, target = rows_of(20, seed)
             serial = with_metrics(chain(2).run(x), target)
             assert loss == pytest.approx(serial["loss"].item(), rel=1e-10)
@@ -139,30 +135,30 @@ def test_metrics_are_the_whole_batch_s_on_every_rank(pool: Pool, dp: int) -> Non
 
 
 def changing_metrics(rank: int) -> list[Any]:
-    made: list[Any] = []
+    calls: list[Any] = []
 
     def loss(output: Tensor, target: Tensor) -> dict[str, Any]:
-        made.append(1)
-        return {"loss": loss_fn(output, target)} | ({"late": 2.0} if len(made) > N else {}) | {"first": 1.0}
+        calls.append(1)
+        return {"loss": loss_fn(output, target)} | ({"late": 2.0} if len(calls) > N else {}) | {"first": 1.0}
 
     with Pipeline(chain(2), plan_for(2), loss) as pipeline:
-        found = []
+        metrics = []
         for _ in range(3):
             pipeline.step(*rows_of(8))
-            found.append(pipeline.metrics)
-    return found
+            metrics.append(pipeline.metrics)
+    return metrics
 
 
 def test_metrics_may_come_later(pool: Pool) -> None:
-    for found in pool.run(2, changing_metrics):
-        assert found == [{"first": 1.0}, {"first": 1.0, "late": 2.0}, {"first": 1.0, "late": 2.0}]
+    for metrics in pool.run(2, changing_metrics):
+        assert metrics == [{"first": 1.0}, {"first": 1.0, "late": 2.0}, {"first": 1.0, "late": 2.0}]
 
 
 # --- refused on all ranks ---------------------------------------------------------------------------------------------
 
 
 def refusals(rank: int) -> list[Any]:
-    found: list[Any] = []
+    messages: list[Any] = []
     how = {"form": "zero"}
 
     def loss(output: Tensor, target: Tensor) -> Any:
@@ -179,23 +175,23 @@ def refusals(rank: int) -> list[Any]:
     with Pipeline(chain(2), plan_for(2), loss) as pipeline:
         for parameter in pipeline.parameters():
             parameter.grad = torch.ones_like(parameter)
-        found += [steps("zero"), steps("mixed")]
+        messages += [steps("zero"), steps("mixed")]
         assert all(torch.equal(p.grad, torch.ones_like(p)) for p in pipeline.parameters())  # as before these steps
         how["form"] = "counted"
         pipeline.step(*rows_of(8), sync=False)
-        found.append(refusal(pipeline.clip_grad_norm_, 1.0))
+        messages.append(refusal(pipeline.clip_grad_norm_, 1.0))
         if rank:
             with torch.no_grad():
                 next(pipeline.parameters()).add_(1)  # as an optimizer does
-        found.append(steps("counted"))
+        messages.append(steps("counted"))
         clear(pipeline)
         how["form"] = "counted"
         pipeline.step(*rows_of(8), sync=False)
         if rank:
             clear(pipeline)
-        found.append(steps("counted"))
-        found.append(steps("mean"))
-    return found
+        messages.append(steps("counted"))
+        messages.append(steps("mean"))
+    return messages
 
 
 def test_refused_on_all_ranks(pool: Pool) -> None:
@@ -351,11 +347,11 @@ def test_a_stage_may_be_trained_by_its_added_loss_alone(pool: Pool) -> None:
 
 
 def mixed(rank: int) -> list[str]:
-    told = []
+    messages = []
     for weighed, loss in ((True, loss_fn), (False, summed_loss)):
         with Pipeline(expert_stages(2, weighed=weighed), plan_for(2), loss) as pipeline:
-            told.append(refusal(pipeline.step, *twice(8)[0][0]))
-    return told
+            messages.append(refusal(pipeline.step, *twice(8)[0][0]))
+    return messages
 
 
 def test_counts_must_fit_the_loss(pool: Pool) -> None:

@@ -44,6 +44,7 @@ from support.networks import (
     refusal,
     serial_step,
 )
+from support.odd_stages import Calls
 from support.pool import Pool
 
 NUM_RANKS = 3
@@ -247,15 +248,6 @@ def test_ranks_of_a_pipeline_have_one_scale(pool: Pool) -> None:
 # --- values that a stage does not take, graphs that several micro-batches share ---------------------------------------
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.linear(x), x
-
-
 class Unpacked(nn.Module):
     """As `torch.distributed.pipelining` calls it."""
 
@@ -293,7 +285,7 @@ def test_graphs_that_micro_batches_share(pool: Pool, schedule: Callable[..., rot
 
 def _tuple(_: int) -> str:
     plan = gpipe(rota.place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 2)
-    stages = Stages([Pair(), Unpacked()])
+    stages = Stages([Calls(lambda s, x: (s.linear(x), x), linear=nn.Linear(4, 4)), Unpacked()])
     with pytest.raises(PipelineError, match="a tuple that a stage returns is one argument"):
         stages.run(torch.randn(4, 4))
     with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:

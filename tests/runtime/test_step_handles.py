@@ -16,7 +16,7 @@ import rota
 from rota import Pipeline, StepHandle
 from rota.runtime.execution import forwards_of
 from runtime.test_nonfinite_loss import batch_with
-from support.networks import batch_of, chain, clear, plan_for, refusal, stages_of
+from support.networks import batch_of, chain, clear, loss_fn, plan_for, refusal, stages_of
 from support.pool import Pool
 
 N = 4
@@ -27,10 +27,6 @@ def adds_loss(counted: bool, linear: nn.Linear, x: Tensor) -> Tensor:
     """With a count that is a tensor where `counted`."""
     rota.add_loss(0.1 * x.square().mean(), (x[:, 0] > -9).sum() if counted else None)
     return torch.tanh(linear(x)) + x
-
-
-def mean_loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,8 +42,8 @@ def loss_with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
 
 
 FORMS: dict[str, Callable[..., Any]] = {
-    "a mean": mean_loss,
-    "a mean, added losses": mean_loss,
+    "a mean": loss_fn,
+    "a mean, added losses": loss_fn,
     "(sum, count)": counted_loss,
     "(sum, count), added losses": counted_loss,
     "metrics": loss_with_metrics,
@@ -88,23 +84,23 @@ def test_values_are_those_of_steps_that_wait(pool: Pool, form: str) -> None:
         assert waiting[0] == other[0]
         assert waiting[1] == other[1]
         assert ("error of seen" in other[1]) is (form == "metrics")
-        assert all(torch.equal(one, two) for one, two in zip(waiting[2], other[2], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(waiting[2], other[2], strict=True))
 
 
 def forwards(rank: int, has_loss: bool) -> tuple[list[float], list[float]]:
     """Steps of a plan without backwards."""
-    with Pipeline(chain(2), forwards_of(plan_for(2)), mean_loss if has_loss else None) as pipeline:
+    with Pipeline(chain(2), forwards_of(plan_for(2)), loss_fn if has_loss else None) as pipeline:
         batches = [(x, target if has_loss else None) for x, target in (batch_of(N, seed) for seed in range(3))]
         handles = [pipeline.begin_step(*batch) for batch in batches]
         return [handle.wait() for handle in handles], [pipeline.step(*batch) for batch in batches]
 
 
 def test_forwards_alone(pool: Pool) -> None:
-    for found, expected in pool.run(2, forwards, True):
-        assert found == expected
-        assert all(map(math.isfinite, found))
-    for found, expected in pool.run(2, forwards, False):
-        assert all(map(math.isnan, found + expected))
+    for losses, expected in pool.run(2, forwards, True):
+        assert losses == expected
+        assert all(map(math.isfinite, losses))
+    for losses, expected in pool.run(2, forwards, False):
+        assert all(map(math.isnan, losses + expected))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -131,27 +127,27 @@ def losses_by_name() -> tuple[dict[str, str], Callable[..., Any]]:
 def waited_for(rank: int, names: list[str]) -> list[str]:
     """What handles tell, each twice; and a step that goes on."""
     how, loss = losses_by_name()
-    found = []
+    messages = []
     with Pipeline(chain(2), plan_for(2), loss) as pipeline:
         pipeline.step(*batch_of(N))
         for name in names:
             how["form"] = name if name != "nan" else "counted"
             handle = pipeline.begin_step(*(batch_with(m1=math.nan) if name == "nan" else batch_of(N)))
-            found.append(refusal(handle.wait))
-            assert refusal(handle.wait) == found[-1]
+            messages.append(refusal(handle.wait))
+            assert refusal(handle.wait) == messages[-1]
             assert handle.is_done
             clear(pipeline)
         how["form"] = "counted"
         assert math.isfinite(pipeline.begin_step(*batch_of(N)).wait())
         assert all(bool(p.grad.isfinite().all()) for p in pipeline.parameters() if p.grad is not None)
-    return found
+    return messages
 
 
 def test_handles_tell_what_steps_would_have_raised(pool: Pool) -> None:
     by_rank = pool.run(2, waited_for, ["nan", "zero", "mean"])
-    for found in by_rank:
-        assert all(APPLIED in text for text in found)
-        nan, zero, mean = found
+    for messages in by_rank:
+        assert all(APPLIED in text for text in messages)
+        nan, zero, mean = messages
         assert nan.startswith("step 2: the mean loss is nan (")
         assert "with a count of 0 for every micro-batch" in zero
         assert "loss_fn returns a mean, after (sum, count) in earlier steps" in mean
@@ -163,7 +159,7 @@ def nobody_waits(rank: int, then: str) -> str:
     """A step is refused, and nobody asks its handle."""
 
     def run() -> None:
-        with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
+        with Pipeline(chain(2), plan_for(2), loss_fn) as pipeline:
             pipeline.step(*batch_of(N))
             pipeline.begin_step(*batch_with(m1=math.nan))
             if then != "close":
@@ -175,36 +171,36 @@ def nobody_waits(rank: int, then: str) -> str:
 
 @pytest.mark.parametrize("then", ["close", "step", "waiting step", "evaluate"])
 def test_what_nobody_waits_for_is_raised_all_the_same(pool: Pool, then: str) -> None:
-    for found in pool.run(2, nobody_waits, then):
-        assert found.startswith("step 2: the mean loss is nan")
-        assert APPLIED in found
+    for message in pool.run(2, nobody_waits, then):
+        assert message.startswith("step 2: the mean loss is nan")
+        assert APPLIED in message
 
 
 def only_one_waits(rank: int) -> str:
-    with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
+    with Pipeline(chain(2), plan_for(2), loss_fn) as pipeline:
         return refusal(pipeline.step if rank == 0 else pipeline.begin_step, *batch_of(N))
 
 
 def test_all_ranks_wait_or_none(pool: Pool) -> None:
-    for found in pool.run(2, only_one_waits):
-        assert "rank 0 calls step(); rank 1 calls begin_step()" in found
+    for message in pool.run(2, only_one_waits):
+        assert "rank 0 calls step(); rank 1 calls begin_step()" in message
 
 
 def asked_to_stop(rank: int) -> list[bool]:
     """Rank 1 is asked during step 2; rank 0 alone waits for the handles."""
-    found = []
-    with Pipeline(chain(2), plan_for(2), mean_loss) as pipeline:
+    answers = []
+    with Pipeline(chain(2), plan_for(2), loss_fn) as pipeline:
         for step in range(5):
             if rank == 1 and step == 2:
                 pipeline._engine.stops._asked = signal.SIGTERM
             handle = pipeline.begin_step(*batch_of(N))
             if rank == 0:
                 handle.wait()
-            found.append(pipeline.should_stop)
+            answers.append(pipeline.should_stop)
         pipeline.evaluate(*batch_of(N))
-        found.append(pipeline.should_stop)
+        answers.append(pipeline.should_stop)
         pipeline._engine.stops._asked = None
-    return found
+    return answers
 
 
 def test_all_ranks_stop_alike(pool: Pool) -> None:

@@ -27,6 +27,7 @@ from support.networks import (
     pipeline_steps,
     serial_step,
 )
+from support.odd_stages import Calls
 from support.pool import Pool
 from support.sim_device import SimDevice
 from support.sim_device.pool import SimPool
@@ -316,22 +317,13 @@ def test_steps_go_on_while_a_checkpoint_is_written(pool: Pool, tmp_path: Path) -
             assert not torch.equal(later[name], value)
 
 
-class Scaled(nn.Module):
-    """With a weight without dims, as its optimizer's step count is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.weight = nn.Linear(6, 6), nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x)) * self.weight + x
-
-
 @pytest.mark.usefixtures("alone")
 def test_step_counts_stay_on_the_host_beside_a_weight_without_dims(device: SimDevice, tmp_path: Path) -> None:
     def made() -> Training:
         torch.manual_seed(0)
-        return Training(Run("1f1b", 1), Stages([Scaled().double()]).to("sim"))
+        layers = {"linear": nn.Linear(6, 6), "weight": nn.Parameter(torch.tensor(0.5))}  # this one has no dims
+        scaled = Calls(lambda s, x: torch.tanh(s.linear(x)) * s.weight + x, **layers)
+        return Training(Run("1f1b", 1), Stages([scaled.double()]).to("sim"))
 
     with memory():
         first = made()

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from profiling.test_profile import TwoLayers
 from rota import Cluster, PipelineError, Stages
 from rota.profiling import clocks, link_pipelines
 from rota.profiling.clocks import DeviceClock, Spinner, launch_text
 from rota.profiling.links import measure_links
+from support.networks import loss_fn
 from support.pool import Pool
 from support.profiles import profile, profile_layers
 from support.sim_device import Block, SimDevice
@@ -110,33 +112,19 @@ def test_a_host_that_cannot_keep_ahead_is_told(monkeypatch: pytest.MonkeyPatch) 
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(torch.relu(self.first(x)))
-        return out
-
-
-def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()
-
-
 def inside_timed_parts(hardware: SimDevice, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where the host waits in the timed bursts: fills up while a profile is made."""
-    found: list[str] = []
+    waits: list[str] = []
     burst = DeviceClock._burst
 
     def watched(*arguments: object) -> object:
         before = len(hardware.syncs)
         result = burst(*arguments)  # type: ignore[arg-type]
-        found.extend(f"{sync.operation} at {sync.where}" for sync in hardware.syncs[before:])
+        waits.extend(f"{sync.operation} at {sync.where}" for sync in hardware.syncs[before:])
         return result
 
     monkeypatch.setattr(DeviceClock, "_burst", watched)
-    return found
+    return waits
 
 
 BYTES = ("activation_bytes", "input_frees_bytes", "boundary_bytes", "gradient_bytes", "static_bytes", "edges")
@@ -144,22 +132,24 @@ BYTES = ("activation_bytes", "input_frees_bytes", "boundary_bytes", "gradient_by
 
 def test_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rota.profiling.stage_profile._RUN_NS", 0)
-    stages, told = Stages([TwoLayers(), TwoLayers()]), list[str]()
+    stages, messages = Stages([TwoLayers(), TwoLayers()]), list[str]()
     x, adam = torch.zeros(5, 8), torch.optim.Adam
     hardware = timed(costing(100_000))
     with hardware.active():
-        on_cpu = profile(stages, x, x, mean, split_backward=True, optimizer=adam, recompute=[1], repeats=1, here=True)
+        on_cpu = profile(
+            stages, x, x, loss_fn, split_backward=True, optimizer=adam, recompute=[1], repeats=1, here=True
+        )
         for module in stages.modules:
             module.to("sim")
         syncs = inside_timed_parts(hardware, monkeypatch)
         costs = profile(
-            stages, x, x, mean, split_backward=True, optimizer=adam, repeats=2, recompute=[1], report=told.append
+            stages, x, x, loss_fn, split_backward=True, optimizer=adam, repeats=2, recompute=[1], report=messages.append
         )
     hardware.check()
     assert {sync.partition(" ")[0] for sync in syncs} == {"times_ns"}, syncs
     for name in BYTES:
         assert getattr(costs, name) == getattr(on_cpu, name), name
-    assert told[0] == "measuring 2 stages on sim, one after another"
+    assert messages[0] == "measuring 2 stages on sim, one after another"
     assert costs.note.startswith("measured on sim, one stage after another")
     kernels_of = [us / 100_000 for us in (*costs.forward_us, *costs.backward_us)]
     assert all(count >= 2 and count == round(count) for count in kernels_of if count), kernels_of
@@ -172,21 +162,21 @@ def test_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rota.profiling.layer_measurement._RUN_NS", 0)
-    model, told = nn.Sequential(TwoLayers(), nn.BatchNorm1d(8), TwoLayers()), list[str]()
+    model, messages = nn.Sequential(TwoLayers(), nn.BatchNorm1d(8), TwoLayers()), list[str]()
     x = torch.zeros(5, 8)
     hardware = timed(costing(3))
     with hardware.active():
-        on_cpu = profile_layers(model, x, x, mean, repeats=1)
+        on_cpu = profile_layers(model, x, x, loss_fn, repeats=1)
         syncs = inside_timed_parts(hardware, monkeypatch)
-        layers = profile_layers(model.to("sim"), x.to("sim"), x.to("sim"), mean, repeats=2, report=told.append)
+        layers = profile_layers(model.to("sim"), x.to("sim"), x.to("sim"), loss_fn, repeats=2, report=messages.append)
     hardware.check()
     assert {sync.partition(" ")[0] for sync in syncs} == {"times_ns"}, syncs
     for name in ("kept_bytes", "waiting_bytes", "boundary_bytes", "parameter_bytes", "changed_bytes"):
         assert getattr(layers, name) == getattr(on_cpu, name), name
     assert layers.note == "measured on sim, one layer after another"
     assert all(us % 3 == 0 for us in layers.forward_us + layers.backward_us)
-    assert "F takes the host" in told[0]
-    assert "to enqueue, " in told[0]
+    assert "F takes the host" in messages[0]
+    assert "to enqueue, " in messages[0]
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -227,5 +217,5 @@ def on_cpu_and_sim(rank: int) -> Any:
 
 @pytest.mark.dist
 def test_mixed_devices_are_refused(pool: Pool) -> None:
-    told = "measured between devices of one type, but there are process 0 on cpu, process 1 on sim; "
-    assert all(told in error for error in pool.run(2, on_cpu_and_sim))
+    refusal = "measured between devices of one type, but there are process 0 on cpu, process 1 on sim; "
+    assert all(refusal in error for error in pool.run(2, on_cpu_and_sim))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import rota
 from rota import Pipeline, Plan, Stages
 from support.meshed import on_each
-from support.networks import loss_fn
+from support.networks import gradients_of, loss_fn
 from support.pool import Pool
 
 Batch = tuple[Tensor, Tensor]
@@ -54,20 +54,10 @@ def steps_on(rank: int, case: Case) -> list[tuple[list[float], Gradients]]:
                 scale = scale_of(case, i, len(batches))
                 losses.append(pipeline.step(x, target, scale=scale, sync=i == len(batches) - 1))
                 assert losses[-1] == pytest.approx(evaluated, rel=1e-10)
-            results.append((losses, gradients_of(pipeline.local_stages)))
+            results.append((losses, gradients_of(pipeline.stages, pipeline.local_stages)))
             for parameter in pipeline.parameters() if case.clear else ():
                 parameter.grad = None
     return results
-
-
-def gradients_of(stages: dict[int, nn.Module]) -> Gradients:
-    found = {}
-    for stage, module in stages.items():
-        for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                grad: Any = parameter.grad
-                found[stage, name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
-    return found
 
 
 def loss_and_count(case: Case, stages: Stages, batch: Batch) -> tuple[Tensor, Any]:
@@ -84,7 +74,7 @@ def serial(case: Case) -> list[tuple[list[float], Gradients]]:
         made = [loss_and_count(case, stages, batch) for batch in batches]
         total = sum((loss * scale_of(case, i, len(made)) for i, (loss, _) in enumerate(made)), torch.tensor(0.0))
         (total / (sum(count for _, count in made) / len(made))).backward()
-        results.append(([(loss / count).item() for loss, count in made], gradients_of(dict(enumerate(stages.modules)))))
+        results.append(([(loss / count).item() for loss, count in made], gradients_of(stages, range(len(stages)))))
         for module in stages.modules if case.clear else ():
             module.zero_grad()
     return results

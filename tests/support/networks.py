@@ -84,11 +84,12 @@ def batch_of(num_microbatches: int, seed: int = 1) -> tuple[torch.Tensor, torch.
 
 
 def gradients_of(stages: Stages, stage_numbers: Any) -> dict[tuple[int, str], torch.Tensor]:
+    """Copies; of a sharded parameter the whole."""
+    named = ((stage, name, p.grad) for stage in stage_numbers for name, p in stages[stage].named_parameters())
     return {
-        (stage, name): parameter.grad.clone()
-        for stage in stage_numbers
-        for name, parameter in stages[stage].named_parameters()
-        if parameter.grad is not None
+        (stage, name): (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+        for stage, name, grad in named
+        if grad is not None
     }
 
 

@@ -53,29 +53,29 @@ Case = tuple[Plan, Callable[..., Tensor], int | None, Any]
 
 def steps_told(rank: int, cases: list[Case]) -> list[str]:
     """What the step of each case raises."""
-    told = []
+    message = []
     for plan, loss_of, stops_at in cases:
         stages = stages_of(*(without_gradient if stage == stops_at else layer for stage in range(3)))
         with Pipeline(stages, plan, loss_of) as pipeline:
-            told.append(refusal(pipeline.step, *batch_of(2)))
+            message.append(refusal(pipeline.step, *batch_of(2)))
         assert not gradients_of(stages, range(3))
-    return told
+    return message
 
 
 @pytest.mark.parametrize("costs", [B, IW, R], ids=["B", "I and W", "R"])
 @pytest.mark.parametrize("loss_of", [detached, of_a_number, without_gradients, accuracy])
 def test_a_loss_without_gradient(pool: Pool, loss_of: Callable[..., Tensor], costs: Costs) -> None:
     plan = NAMED["gpipe"](place(costs, Cluster.uniform(1), [0, 0, 0]), 2)
-    for told in pool.run(1, steps_told, [(plan, loss_of, None)])[0]:
-        assert "loss_fn returned a loss without gradient for an output that has one; leave out detach()" in told
+    for message in pool.run(1, steps_told, [(plan, loss_of, None)])[0]:
+        assert "loss_fn returned a loss without gradient for an output that has one; leave out detach()" in message
 
 
 @pytest.mark.parametrize("costs", [B, IW, R], ids=["B", "I and W", "R"])
 def test_stages_that_nothing_trains(pool: Pool, costs: Costs) -> None:
     plan = NAMED["gpipe"](place(costs, Cluster.uniform(1), [0, 0, 0]), 2)
-    told = pool.run(1, steps_told, [(plan, loss_fn, 1), (plan, loss_fn, 2)])[0]
-    assert "what stage 1 returns has no gradient, so nothing before it would be trained" in told[0]
-    assert "what stage 2, the last one, returns has no gradient" in told[1]
+    message = pool.run(1, steps_told, [(plan, loss_fn, 1), (plan, loss_fn, 2)])[0]
+    assert "what stage 1 returns has no gradient, so nothing before it would be trained" in message[0]
+    assert "what stage 2, the last one, returns has no gradient" in message[1]
 
 
 MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
@@ -84,32 +84,32 @@ MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 def step_within(rank: int, plan: Plan, mode: str) -> str:
     stages = chain(3)
     with Pipeline(stages, plan, loss_fn) as pipeline, MODES[mode]():
-        told = refusal(pipeline.step, *batch_of(2))
+        message = refusal(pipeline.step, *batch_of(2))
     assert not gradients_of(stages, range(3))
-    return told
+    return message
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_where_no_gradients_are_made(pool: Pool, mode: str) -> None:
-    for told in pool.run(2, step_within, plan_for(B), mode):
-        assert f"step runs under torch.{mode}(), but it makes gradients; leave that out, or use evaluate" in told
+    for message in pool.run(2, step_within, plan_for(B), mode):
+        assert f"step runs under torch.{mode}(), but it makes gradients; leave that out, or use evaluate" in message
 
 
 def evaluate_within(rank: int, plan: Plan) -> list[float]:
     """Losses that a step would refuse, as they have no gradient."""
     contexts: list[AbstractContextManager[Any]] = [nullcontext(), torch.no_grad(), torch.inference_mode()]
-    found = []
+    losses = []
     with Pipeline(chain(3), plan, detached) as pipeline:
         for context in contexts:
             with context:
-                found.append(pipeline.evaluate(*batch_of(2)))
-    return found
+                losses.append(pipeline.evaluate(*batch_of(2)))
+    return losses
 
 
 def test_evaluating_needs_no_gradients(pool: Pool) -> None:
     expected = loss_fn(chain(3).run(batch_of(2)[0]), batch_of(2)[1]).item()
-    for found in pool.run(2, evaluate_within, plan_for(B)):
-        assert found == pytest.approx([expected] * 3, rel=1e-12)
+    for losses in pool.run(2, evaluate_within, plan_for(B)):
+        assert losses == pytest.approx([expected] * 3, rel=1e-12)
 
 
 # --- as plain PyTorch does --------------------------------------------------------------------------------------------

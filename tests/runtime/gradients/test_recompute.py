@@ -16,6 +16,7 @@ from rota.runtime.gradients.forward_backward import StageForward
 from rota.runtime.gradients.recompute import drawing_again, without_activations
 from rota.schedules import NAMED, chimera, forward_only, gpipe
 from support.networks import WIDTH, batch_of, gradients_of, loss_fn, plan_for, refusal
+from support.odd_stages import Calls
 from support.pool import Pool
 
 NUM_MICROBATCHES = 4
@@ -147,11 +148,8 @@ def test_a_plan_of_forwards_has_nothing_to_recompute(pool: Pool) -> None:
 
 
 def test_differentiating_inside_is_refused() -> None:
-    class Force(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.autograd.grad((x**3).sum(), x, create_graph=True)[0]
-
-    stages, x = Stages([Force()], inputs=[()]), torch.ones(2, requires_grad=True)
+    force = Calls(lambda _, x: torch.autograd.grad((x**3).sum(), x, create_graph=True)[0])
+    stages, x = Stages([force], inputs=[()]), torch.ones(2, requires_grad=True)
     with (
         pytest.raises(PipelineError, match="differentiates inside its forward; plan without recomputation"),
         without_activations(stages[0], [x], (), "stage 0"),
