@@ -32,7 +32,6 @@ def refusal(plan: Plan) -> PlanError:
     return caught.value
 
 
-# --- broken plans -----------------------------------------------------------------------------------------------------
 # Each breaks the orders in place, and may find that it cannot.
 
 
@@ -163,9 +162,6 @@ def test_a_long_cycle_is_told_in_short() -> None:
     believe_cycle(broken, message)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 @given(plans() | differing_plans(), choosers)
 @settings(max_examples=some(300))
 def test_a_limit_holds_to_the_byte(plan: Plan, chooser: Chooser) -> None:
@@ -189,9 +185,6 @@ def test_a_limit_holds_to_the_byte(plan: Plan, chooser: Chooser) -> None:
 
 def exactly(num_bytes: int) -> str:
     return f"{num_bytes} B ({num_bytes} bytes)"
-
-
-# --- by hand ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

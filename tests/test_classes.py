@@ -116,9 +116,6 @@ def test_a_route_on_a_shared_link_has_bytes_in_all_classes_or_in_none() -> None:
         _ = mixed.routes
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
 @given(differing_plans() | differing_plans(wired=True))
 @settings(max_examples=some(100))
 def test_a_plan_and_its_timeline_are_read_as_they_were_written(plan: Plan) -> None:

@@ -94,9 +94,6 @@ def test_links_and_clusters_that_make_no_sense_are_refused(make: object, told: s
     assert told in str(caught.value)
 
 
-# --- costs ------------------------------------------------------------------------------------------------------------
-
-
 GIVEN = Costs((1, 2, 3), (4, 5, 6), activation_bytes=7, boundary_bytes=(8, 9), edges=((0, 1), (0, 2)))
 
 

@@ -26,9 +26,6 @@ def named_edges(placement: Placement) -> list[tuple[str, str, int]]:
     return [(str(placement.tasks[a]), str(placement.tasks[b]), size) for a, b, size in placement.edges]
 
 
-# --- place ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_chain_is_mirrored() -> None:
     given = Costs((1, 2), (3, 4), activation_bytes=(5, 6), boundary_bytes=7, gradient_bytes=8, static_bytes=(9, 10))
     placement = place(given, Cluster.uniform(2))
@@ -115,9 +112,6 @@ def test_shapes_take_a_chain_with_or_without_its_edges(shape: Callable[[Costs, C
             shape(replace(without, boundary_bytes=1, edges=edges), cluster)
 
 
-# --- placements -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -193,9 +187,6 @@ def test_text_round_trip(placement: Placement) -> None:
     )
 
 
-# --- wires ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_transfer_is_served_at_the_slowest_rate_and_never_faster_than_alone() -> None:
     tasks = (Task(0, F, (0,), 1), Task(1, F, (1,), 1))
     shared = SharedLink("host", 4, (0,), (1,)), SharedLink("bus", 2, (0,), (1,)), SharedLink("back", 1, (1,), (0,))
@@ -206,9 +197,6 @@ def test_a_transfer_is_served_at_the_slowest_rate_and_never_faster_than_alone() 
     assert route(9, Link(3, 100)) == Route(0, 1, 0, 1, 9, 3 + 5, 5, (0, 1))
     assert route(9, Link(3, 1)) == Route(0, 1, 0, 1, 9, 3 + 9, 5, (0, 1))
     assert route(0, Link(3, 1)) == Route(0, 1, 0, 1, 0, 3, 0, ())  # nothing to serve
-
-
-# --- kinds, ops and tasks ---------------------------------------------------------------------------------------------
 
 
 def test_an_op_is_written_as_in_pytorchs_csv() -> None:

@@ -131,9 +131,6 @@ def test_an_order_of_service_without_a_shared_link_is_refused() -> None:
         check(replace(PLAN, service_orders=((),)))
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
 def changed(**fields: object) -> str:
     return json.dumps({**json.loads(PLAN.to_json()), **fields})
 

@@ -53,9 +53,6 @@ def test_the_command_line_reads_both_forms(tmp_path: Path, capsys: pytest.Captur
     assert "0RECV_B2 has no 1SEND_B2; put it into line 2" in capsys.readouterr().err
 
 
-# --- round trips ------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def chains(draw: st.DrawFn) -> Placement:
     """1 to 5 stages, each on any rank; F alone, with B, or with I and W."""
@@ -94,9 +91,6 @@ def test_pytorch_takes_any_chain_that_keeps_all_ranks_busy(plan: Plan) -> None:
         simulates(
             SimpleNamespace(pipeline_order_with_comms=actions, stage_index_to_group_rank=home, _num_stages=len(home))
         )
-
-
-# --- what is wrong is told --------------------------------------------------------------------------------------------
 
 
 @given(plans(chains()), st.randoms(use_true_random=False))
@@ -173,9 +167,6 @@ def test_b_is_i_and_w_where_the_placement_splits_it() -> None:
     assert Plan.from_csv(text, split).to_csv() == one_f_one_b(split, 4).to_csv()
     with pytest.raises(PlanError, match=r"rank 0 does 0B0, which the placement does not know \(stage 0 has F\)"):
         check(Plan.from_csv(text, PLAN.placement.forward_only()))
-
-
-# --- what it cannot say -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

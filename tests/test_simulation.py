@@ -79,9 +79,6 @@ def test_a_chain_by_hand() -> None:
     assert timeline.bubble_fraction == 36 / 64
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 F, B = Kind.F, Kind.B
 
 

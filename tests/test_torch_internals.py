@@ -320,8 +320,6 @@ def test_pipelining_loads_communication_and_unshards_before_the_same_ops(alone: 
         assert [cell for cell in loaded if "WAIT" not in cell] == ["0UNSHARD", *cells, "0RESHARD"]
 
 
-# --- nowhere else -----------------------------------------------------------------------------------------------------
-
 _PACKAGE = Path(rota.__file__).parent
 _HOME = _PACKAGE / "torch_internals.py"
 _ATTRIBUTES = {

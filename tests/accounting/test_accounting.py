@@ -55,9 +55,6 @@ def assert_whole(timeline: Timeline, idles: tuple[Idle, ...]) -> None:
         assert not spans or spans[-1][1] <= timeline.makespan_us
 
 
-# --- it adds up -------------------------------------------------------------------------------------------------------
-
-
 @given(plans() | wired_plans())
 @settings(max_examples=some(500))
 def test_planned_idle_time_adds_up(plan: Plan) -> None:
@@ -168,9 +165,6 @@ def test_every_microsecond_has_the_cause_that_the_definitions_give(plan: Plan, s
             assert cause_at(timeline, one.rank, now) is one.cause
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------
-
-
 def test_waiting_for_a_shared_link_is_told_apart_from_the_transfer() -> None:
     tasks = tuple(Task(stage, Kind.F, (stage,), 3) for stage in range(3))
     host = SharedLink("host", 4, (0,), (1, 2))
@@ -261,8 +255,6 @@ def test_another_plan_is_refused() -> None:
     with pytest.raises(PlanError, match="the plan has no 0F1 on rank 0; explain a timeline by its own plan"):
         idle(simulate(plan_of("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")), plan_of("0F0 0B0", "1F0 1B0"))
 
-
-# --- in words ---------------------------------------------------------------------------------------------------------
 
 UNEVEN = Costs((100, 100, 100, 140), (200, 200, 200, 280), activation_bytes=1000, reduce_us=50, optimizer_us=20)
 
@@ -355,9 +347,6 @@ def test_an_explanation_adds_up_and_says_the_worst_first() -> None:
     assert f"With the median time of each op, and messages as planned, the plan takes {model}; the other" in text
     assert list(fields["by_cause_us"].values()) == totals
     assert fields["worst"][0]["us"] == explanation.worst[0].total_us
-
-
-# --- uneven work that no cut balances ---------------------------------------------------------------------------------
 
 
 LAYERS = (2, 1, 1, 1, 1, 1, 1, 1)

@@ -91,9 +91,6 @@ def test_step_ends_that_were_not_measured_stay_as_planned() -> None:
     assert calibrated(unmeasured, planned, planned).step_ends == OLD.step_ends
 
 
-# --- links ----------------------------------------------------------------------------------------------------------
-
-
 @given(
     st.builds(Link, st.integers(0, 500), st.integers(1, 5000)),
     st.builds(Link, st.integers(0, 500), st.none() | st.integers(1, 5000)),
@@ -144,9 +141,6 @@ def test_waiting_for_a_shared_link_is_not_part_of_a_link() -> None:
     assert {route.duration_us for route in calibrated(slow).routes} == {33 - 16, 43 - 16}
 
 
-# --- costs again ----------------------------------------------------------------------------------------------------
-
-
 @given(placed())
 def test_a_placement_is_made_of_its_costs(placement: Placement) -> None:
     try:
@@ -179,9 +173,6 @@ def test_a_placement_is_made_of_its_costs(placement: Placement) -> None:
 def test_what_costs_cannot_say_is_refused(placement: Placement, told: str) -> None:
     with pytest.raises(PlacementError, match=told):
         costs_of(placement)
-
-
-# --- planned again --------------------------------------------------------------------------------------------------
 
 
 def measured_by(orders: Plan, forward_us: tuple[int, ...]) -> Timeline:
@@ -256,9 +247,6 @@ def test_timelines_of_different_placements_are_refused() -> None:
         calibrate([simulate(schedules.zb_h1(OLD, 4)), other])
     with pytest.raises(PlanError, match="no timelines to calibrate with"):
         calibrated()
-
-
-# --- on the command line --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

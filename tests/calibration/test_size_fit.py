@@ -89,9 +89,6 @@ def test_json_keeps_a_model() -> None:
         SizeModel.from_json('{"rota": "sizes", "forward_us": [[1, 2, true]], "backward_us": [[1, 2, 3]]}')
 
 
-# --- sizes and their costs --------------------------------------------------------------------------------------------
-
-
 def test_sizes_of_rows_and_of_one_packed_row() -> None:
     assert Size.padded([3, 5, 2]) == Size(15, 75)
     assert Size.packed([3, 5, 2]) == Size(10, 38)

@@ -142,9 +142,6 @@ def test_an_order_that_is_faster_with_some_times_only_is_not_told() -> None:
     assert (True, False, True) in told
 
 
-# --- copies of stages -------------------------------------------------------------------------------------------------
-
-
 def test_ranks_with_the_same_layers_are_never_told_to_cut_again() -> None:
     plan = both_ways()
     assert (copies(plan.placement), have_same_layers(plan.placement)) == (2, True)

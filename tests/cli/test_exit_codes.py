@@ -47,9 +47,6 @@ def test_what_does_not_fit_in_memory_is_a_failure(command: str, told: str, capsy
     assert code == 1
 
 
-# --- rota plan-batch --------------------------------------------------------------------------------------------------
-
-
 LENGTHS = [[130, 85, 2300, 410, 77, 1200, 96], [500, 400]]
 
 

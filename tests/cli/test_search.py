@@ -146,9 +146,6 @@ def test_snapshots_are_for_restarts(tmp_path: Path, capsys: Capsys) -> None:
     assert "--snapshot-folder x needs --max-restarts" in err
 
 
-# --- progress on standard error ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("every_s", "printed"), [(1e6, ""), (-1.0, "starting\nplanning\n")])
 def test_progress_without_a_terminal(
     every_s: float, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -46,9 +46,6 @@ def kinds(step: list[ds.PipeInstruction]) -> list[type]:
     return [type(instruction) for instruction in step]
 
 
-# --- as DeepSpeed has them --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("micro_batches", "stages"), SIZES)
 def test_inference(micro_batches: int, stages: int) -> None:
     for stage_id in range(stages):
@@ -100,9 +97,6 @@ def test_instructions() -> None:
     assert (load.name, load.buffer_id, load.extra) == ("LoadMicroBatch", 0, "x")  # type: ignore[attr-defined]
     assert repr(ds.LoadMicroBatch(buffer_id=0)) == "LoadMicroBatch(buffer_id=0)"
     assert call_to_str("f", 1, "a", key=None) == ds.call_to_str("f", 1, "a", key=None) == "f(1, 'a', key=None)"
-
-
-# --- as plans ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("micro_batches", "stages"), SIZES)

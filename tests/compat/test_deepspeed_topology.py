@@ -20,8 +20,6 @@ from rota.compat.deepspeed.topology import (
 from rota.compat.deepspeed.utils import partition_balanced, partition_uniform, prefix_sum_inc
 from rota.core.errors import FormatError, SplitError
 
-# --- topology ---------------------------------------------------------------------------------------------------------
-
 
 def test_ranks_count_row_by_row() -> None:
     topology = ProcessTopology(axes=["a", "b", "c"], dims=[2, 3, 4])
@@ -65,9 +63,6 @@ def test_what_is_not_there_is_told() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             ask()
-
-
-# --- cuts -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,9 +134,6 @@ def test_measuring_leaves_the_layers_as_they_are() -> None:
     assert layers[0].weight.grad is None
 
 
-# --- specs ------------------------------------------------------------------------------------------------------------
-
-
 def test_specs() -> None:
     spec = LayerSpec(nn.Linear, 2, 3, bias=False)
     assert repr(spec) == "Linear(2, 3, bias=False)"
@@ -168,9 +160,6 @@ def test_specs() -> None:
 def test_specs_that_do_not_fit(use: Any, told: str) -> None:
     with pytest.raises(SplitError, match=told):
         use()
-
-
-# --- configuration ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -239,9 +239,6 @@ def test_replicas_of_a_pipeline_module(pool: Pool) -> None:
             torch.testing.assert_close(gradient, serial.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
 
 
-# --- grids, cuts and refusals -----------------------------------------------------------------------------------------
-
-
 def grids(rank: int) -> None:
     grid = PipelineParallelGrid(topology=ProcessTopology(axes=["pipe", "data"], dims=[2, 2]))
     assert grid._is_grid_valid()

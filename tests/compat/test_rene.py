@@ -59,9 +59,6 @@ def require_path(dag: ReneDAG) -> list[Instruction]:
     return path
 
 
-# --- schedules --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 3), (4, 8), (5, 2), (3, 3)])
 def test_1f1b_is_rota_s(num_stages: int, num_micro_batches: int) -> None:
     dag = uniform(Synchronous1F1B, num_stages, num_micro_batches, 3, 5)
@@ -94,9 +91,6 @@ def test_a_rule_for_backward_knows_forward_backward() -> None:
     require_path(dag)
 
 
-# --- times ------------------------------------------------------------------------------------------------------------
-
-
 def test_eager_and_lazy() -> None:
     dag = ReneDAG(Synchronous1F1B, 4, 8, PICTURE)
     assert dag.total_execution_time == 34.6
@@ -121,9 +115,6 @@ def test_an_unknown_algorithm_schedules_nothing() -> None:
         PipelineVisualizer(dag)
 
 
-# --- the critical path ------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=some(60))
 @given(
     st.integers(1, 4),
@@ -135,9 +126,6 @@ def test_an_unknown_algorithm_schedules_nothing() -> None:
 def test_it_is_as_long_as_the_whole(num_stages: int, num_micro_batches: int, times: list[float], schedule: Any) -> None:
     durations = {Forward: times[:num_stages], Backward: times[4 : 4 + num_stages]}
     require_path(ReneDAG(schedule, num_stages, num_micro_batches, durations))
-
-
-# --- rules ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_cycle_is_told() -> None:
@@ -191,9 +179,6 @@ def test_durations_that_are_refused(durations: Any, message: str) -> None:
         ReneDAG(GPipe, 2, 2, durations)
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_picture_of_1f1b_with_its_critical_path(tmp_path: Path) -> None:
     dag = ReneDAG(
         schedule_type=Synchronous1F1B,
@@ -216,8 +201,6 @@ def test_the_picture_of_1f1b_with_its_critical_path(tmp_path: Path) -> None:
     assert ax.get_ylim() == (4, 0), "stage 0 is on top"
     assert not ax.axison
 
-
-# --- power and the frontier -------------------------------------------------------------------------------------------
 
 CHOICES = [(1.0, 100.0, 1700), (1.5, 60.0, 1200), (2.0, 50.0, 900), (1.8, 90.0, 1000)]
 TIME_COSTS = {Forward: dict.fromkeys(range(2), CHOICES), Backward: dict.fromkeys(range(2), CHOICES)}

@@ -72,9 +72,6 @@ def test_the_document_s_example(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-# --- blocks and schedules ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -126,9 +123,6 @@ def test_adding_blocks() -> None:
         schedule.add_block(Block(2, 1, 0, "forward"), [2], 9)
 
 
-# --- placements -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [*(("v", "vshape"), ("x", "xshape"), ("m", "mshape"), ("nn", "nnshape")), ("nn-eager", "nnshape_eager")],
@@ -153,9 +147,6 @@ def test_inference_forms_hold_nothing(shape: str) -> None:
     assert [schedule.peak_memory(device) for device in range(4)] == [0] * 4
     assert schedule.validate()
     check(schedule.to_plan(0))
-
-
-# --- the composer -----------------------------------------------------------------------------------------------------
 
 
 def require_sound(schedule: SchedPlan, memory: int | None) -> None:
@@ -217,9 +208,6 @@ def test_placements_that_are_refused() -> None:
         Composer.compose_n(micro, 4, 4)
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_composed_schedule_is_a_plan_that_is_drawn() -> None:
     plan = composed("vshape", 4, 6).to_plan(4)
     assert (plan.num_ranks, plan.num_stages, plan.num_microbatches) == (4, 4, 6)
@@ -243,9 +231,6 @@ def test_a_schedule_by_hand_is_a_plan() -> None:
 
 
 FB = [(1, "forward"), (-1, "backward")]
-
-
-# --- files and the command --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["vshape", "kshape"])

@@ -179,9 +179,6 @@ def test_replicas_and_parts_of_forward_backward(pool: Pool, num_replicas: int, n
         assert its_norm == pytest.approx(norm, rel=1e-9)
 
 
-# --- several tensors, of any dtype ------------------------------------------------------------------------------------
-
-
 def layer_of(rank: int) -> nn.Linear:
     torch.manual_seed(rank)
     return nn.Linear(WIDTH, WIDTH).double()
@@ -254,9 +251,6 @@ def test_writing_into_what_arrives(pool: Pool) -> None:
     for layer, gradients in zip(layers, pool.run(2, writing), strict=True):
         for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-12)
-
-
-# --- topology, cuts, refusals -----------------------------------------------------------------------------------------
 
 
 def topology(rank: int) -> None:

@@ -53,9 +53,6 @@ def batch(rows: int = 4) -> dict[str, Tensor]:
     return {"x": x, "y": y}
 
 
-# --- cutting ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_stages", range(1, NUM_CUTS + 2))
 def test_any_number_of_stages(num_stages: int) -> None:
     model = Net().eval()
@@ -179,9 +176,6 @@ def test_weights_of_other_stages_are_let_go() -> None:
     assert stages[0].norm.running_mean.is_meta
 
 
-# --- inputs -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_map_of_stages_to_ranks() -> None:
     assert stages_to_ranks("0,2;1,3;", 4) == [[0, 2], [1, 3]]
     assert stages_to_ranks("0;1;2", 3) == [[0], [1], [2]]
@@ -209,9 +203,6 @@ def test_a_batch_in_micro_batches() -> None:
     assert num_rows(sample_of(batch, 7)) == 7
     with pytest.raises(PipelineError, match="get_batch_fn returned a Tensor; return a dictionary"):
         sample_of(lambda size: x, 2)  # type: ignore[arg-type, return-value]
-
-
-# --- profile and choice -----------------------------------------------------------------------------------------------
 
 
 def a_profile(**costs: Any) -> Profile:

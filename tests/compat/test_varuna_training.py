@@ -115,8 +115,6 @@ def test_training_is_that_of_the_unsplit_model(pool: Pool, num_processes: int) -
         assert_as_serial([of_rank[case] for of_rank in by_rank], train_serially(num_pairs))
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
-
 HALF = NUM_STEPS // 2
 
 
@@ -161,9 +159,6 @@ def test_a_training_on_two_stages_goes_on_on_any_number(pool: Pool, tmp_path: Pa
     assert_as_serial(pool.run(2, save_half_way, tmp_path), serial)
     for layout in ("0;", "0;1;2;", "0;1;2;3;", "0,2;1,3;") if IS_WHOLE else ("0;1;2;", "0,2;1,3;"):
         assert_as_serial(pool.run(len(layout) // 2, resume, layout, tmp_path), serial, HALF)
-
-
-# --- fp16, refusals, profiles -----------------------------------------------------------------------------------------
 
 
 def half_precision(rank: int, folder: Path) -> dict[str, Any]:

@@ -177,9 +177,6 @@ def test_however_short_the_search_its_bound_holds(question: tuple[LayerCosts, di
     assert weighed(layer_costs, list(found), options) == (list(found.rank_us), True)
 
 
-# --- sizes of real models -------------------------------------------------------------------------------------------
-
-
 def test_a_large_embedding_and_head_get_their_own_stages() -> None:
     found = cut(chain_of([900, *[300] * 12, 900]), 6)
     assert list(found) == [0, 1, 4, 7, 10, 13, 14]

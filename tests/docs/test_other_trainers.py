@@ -80,9 +80,6 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
     assert num_virtual == "2"
 
 
-# --- docs/torchtitan.md -----------------------------------------------------------------------------------------------
-
-
 _, PLANNED, OWN_CONFIG = python_blocks("torchtitan.md")
 
 

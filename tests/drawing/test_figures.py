@@ -55,9 +55,6 @@ def test_shared_links_are_rows_below_the_ranks():
     assert "shared link host a: 51.3% busy" in to_text(shape)
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=SHAPES)
 def shape(request):
     return SHAPES[request.param]()
@@ -192,9 +189,6 @@ def test_without_axes_there_is_a_new_pyplot_figure():
         pyplot.close("all")
 
 
-# --- numbers on the bars ----------------------------------------------------------------------------------------------
-
-
 def written(ax):
     """Font size, and which ops get their number written, at the figure's present size."""
     ax.figure.draw_without_rendering()
@@ -216,9 +210,6 @@ def test_numbers_fit_into_their_bars(width, num_microbatches):
         assert text.get_window_extent().width < right - left
         text.remove()
     assert len(indices) < len(spans) or num_microbatches < 120
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("PNG", b"\x89PNG")])

@@ -60,9 +60,6 @@ SHAPES = {
 }
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
 def columns_of(line):
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in line)
 
@@ -183,9 +180,6 @@ def test_kinds_differ_without_colour():
 def test_too_small_a_width_is_refused(width):
     with pytest.raises(rota.RotaError, match=f"{width} columns.*20 or more"):
         to_text(timeline(), width)
-
-
-# --- units ------------------------------------------------------------------------------------------------------------
 
 
 def test_times_and_sizes_have_three_digits_and_a_unit():

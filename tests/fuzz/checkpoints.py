@@ -48,9 +48,6 @@ Files = dict[str, bytes | Callable[[Path], object]]  # by name: contents, or wha
 _STEP = "step-2"
 
 
-# --- a training to save and to load -----------------------------------------------------------------------------------
-
-
 class Layer(nn.Module):
     """With a buffer of bools, whose bytes must be 0 or 1."""
 
@@ -128,8 +125,6 @@ def whole() -> dict[str, bytes]:
     return training().files
 
 
-# --- nothing runs -----------------------------------------------------------------------------------------------------
-
 _CANARY = "ROTA_CANARY"
 _PICKLING = ("torch.load", "pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn")
 _seen: list[str] | None = None
@@ -174,9 +169,6 @@ _STRANGE_NAMES = (
     ),
     *("rota.pkl", "sitecustomize.py", "\x1b[2J", "é", "a b", "rota.json.bak", ".rota.partial"),
 )
-
-
-# --- mutants ----------------------------------------------------------------------------------------------------------
 
 
 def mutant(chooser: Random) -> Files:
@@ -367,9 +359,6 @@ def write(files: Files, folder: Path) -> None:
             (path / name).write_bytes(made)
         else:
             made(path / name)
-
-
-# --- what must hold ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

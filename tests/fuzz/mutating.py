@@ -21,8 +21,6 @@ _CELLS = (
     "(0F1;1B0)OVERLAP_F_B",
 )
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
-
 
 def json_mutant(text: str, chooser: Random, others: Sequence[str] = ()) -> str:
     """A document with one to three changes; values may come from `others` too."""
@@ -91,9 +89,6 @@ def _values(value: Any) -> Iterator[Any]:
     yield from (holder[key] for holder, key in _places(value))
 
 
-# --- lines and cells --------------------------------------------------------------------------------------------------
-
-
 def csv_mutant(text: str, chooser: Random, others: Sequence[str] = ()) -> str:
     """A table with one to three changes; lines may come from `others` too."""
     lines = text.split("\n")
@@ -130,9 +125,6 @@ def _change_cell(cells: list[str], another: str, chooser: Random) -> None:
         del cells[at]
     else:
         cells.insert(to, {"twice": cells[at], "another": another, "odd": chooser.choice(_CELLS)}[change])
-
-
-# --- characters and bytes ---------------------------------------------------------------------------------------------
 
 
 def text_mutant(text: str, chooser: Random, others: Sequence[str] = ()) -> str:

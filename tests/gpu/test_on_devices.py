@@ -18,8 +18,6 @@ Record = Callable[[str, object], None]
 ONE_OR_TWO = [pytest.param(number, marks=pytest.mark.gpu(number)) for number in (1, 2)]
 TWO_OR_FOUR = [pytest.param(number, marks=pytest.mark.gpu(number)) for number in (2, 4)]
 
-# --- the unsplit model's values on the same device --------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
@@ -66,9 +64,6 @@ def test_messages_below_and_above_the_buffers_of_nccl(ranks: Ranks, num_queues: 
     assert max(ranks(2, jobs.messages, sizes, environment=environment)) <= 1e-5
 
 
-# --- the host ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu(1)
 @pytest.mark.cuda
 def test_a_wait_would_be_noticed(ranks: Ranks) -> None:
@@ -86,9 +81,6 @@ def test_a_wait_would_be_noticed(ranks: Ranks) -> None:
 def test_the_host_waits_for_nothing_inside_a_step(ranks: Ranks, num_ranks: int, kind: str) -> None:
     first, *others = ranks(num_ranks, jobs.steps_without_waits, num_ranks, kind)
     assert all(losses == first for losses in others)
-
-
-# --- memory and times -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,9 +109,6 @@ def test_the_clock_of_events_is_the_profilers(ranks: Ranks, record_property: Rec
     assert found["num_kernels"] > 0, "the profiler has seen no kernel: is CUPTI there, and allowed?"
     assert found["ops_us"] == pytest.approx(found["kernels_us"], rel=0.1)
     assert found["ops_span_us"] == pytest.approx(found["kernels_span_us"], rel=0.1)
-
-
-# --- a lost rank ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["between steps", "in a step"])

@@ -137,9 +137,6 @@ def test_a_short_text_fills_no_memory(text: str) -> None:
         read_layout(text, 1)
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_layout_as_a_plan_and_back() -> None:
     layout = read_layout("Et|tt|tt|tL", 2)
     layers = Costs(forward_us=(1, 10, 11, 12, 13, 14, 15, 3), backward_us=(2, 20, 21, 22, 23, 24, 25, 6))

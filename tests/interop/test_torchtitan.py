@@ -33,9 +33,6 @@ def marked(*blocks: int) -> GPT:
     return GPT(marks={str(block): CutPoint() for block in blocks})
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------
-
-
 def test_each_stage_names_its_modules() -> None:
     model = marked(0, 2, 4)
     words = batch_of(1)[0]
@@ -158,9 +155,6 @@ def test_stages_and_names_that_do_not_fit_the_model() -> None:
         parts_beginning_with(GPT(), ["layers.3", "layers.1"])
     with pytest.raises(RotaError, match="'tok_embeddings' cannot begin a part"):
         parts_beginning_with(GPT(), ["tok_embeddings"])
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def a_plan(name: str = "interleaved_1f1b", num_ranks: int = 2, costs: Costs | None = None) -> Plan:

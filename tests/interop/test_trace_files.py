@@ -165,9 +165,6 @@ def test_a_forward_and_a_backward_in_one_range_are_told_apart(tmp_path: Path) ->
     assert (timeline.starts_us, timeline.ends_us) == (((0, 12, 24, 50),), ((10, 20, 48, 70),))
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def trace(**fields: object) -> str:
     return json.dumps({"traceEvents": [event("user_annotation", "PP:0F0", 0, 5)], **fields})
 

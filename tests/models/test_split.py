@@ -422,9 +422,6 @@ def test_without_an_example(model: nn.Module) -> None:
         split(model, 2)
 
 
-# --- cuts by parameters, and texts ------------------------------------------------------------------------------------
-
-
 class Towers(nn.Module):
     """Many small blocks before few large ones, with an embedding that has more parameters than all."""
 

@@ -197,8 +197,6 @@ def test_names_say_what_the_model_calls_its_weights() -> None:
         Stages(modules, names=["a", {"head": "b"}])
 
 
-# --- neighbours that become one ---------------------------------------------------------------------------------------
-
 SKIPS = [(0, 1), (0, 2), (1, 2), (1, 4), (2, 3), (0, 3), (3, 4)]
 CUTS = [cuts for number in range(5) for cuts in combinations(range(1, 5), number)]
 

@@ -101,9 +101,6 @@ def test_the_stated_spread_covers_the_true_ratio_nine_times_out_of_ten(num_round
     assert covered / num_draws > 0.88  # of the range alone: 50, 75 and 87% for two, three and four rounds
 
 
-# --- the rule itself --------------------------------------------------------------------------------------------------
-
-
 class Figures(NamedTuple):
     step_us: int
     peak_bytes: int
@@ -191,9 +188,6 @@ def test_why_a_plan_is_preferred_is_what_decided() -> None:
     assert why_preferred(fast, simple, LEAST) == "round by round, another plan was faster"
     reason = "differences are known only to within 3.6%, and this plan needs less memory"
     assert why_preferred(PIPELINE, plan_of("gpipe", 2, 1), 0.036) == reason
-
-
-# --- bounds on layouts ------------------------------------------------------------------------------------------------
 
 
 def test_a_bound_on_a_placement_is_never_above_the_best_of_all_orders() -> None:

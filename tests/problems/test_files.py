@@ -64,9 +64,6 @@ def test_the_checker_needs_the_standard_library_alone_and_is_short() -> None:
         assert {str(module).split(".")[0] for module in modules} <= {*sys.stdlib_module_names, "certificates", "check"}
 
 
-# --- what is written and read -----------------------------------------------------------------------------------------
-
-
 REFERENCE = Reference(
     "chain-2x3",
     "chain",

@@ -67,9 +67,6 @@ def test_autoplan_says_so() -> None:
     )
 
 
-# --- sizes that are measured in a given time --------------------------------------------------------------------------
-
-
 SIZES = [8, 1, 4, 2]  # the most important first
 
 

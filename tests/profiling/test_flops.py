@@ -101,9 +101,6 @@ def test_the_backward_of_a_convolution_takes_twice_the_forward(groups: int, tran
     assert backward == 2 * forward
 
 
-# --- operators that Rota does not know --------------------------------------------------------------------------------
-
-
 @contextmanager
 def own_operator() -> Iterator[Any]:
     """An operator `rota_test::scan` with a backward, which exists only inside the context."""

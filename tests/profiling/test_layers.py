@@ -122,9 +122,6 @@ def test_times_are_medians_of_runs_after_a_warm_up(together: bool, monkeypatch: 
     assert laps.spread == 0.0
 
 
-# --- estimates --------------------------------------------------------------------------------------------------------
-
-
 def test_flops_of_a_gpt_block_are_those_of_the_formula() -> None:
     of, rows, length, width = case("gpt"), 5, 64, 32
     block = of.model.whole.blocks[1].to("meta")
@@ -177,9 +174,6 @@ def test_what_cannot_be_estimated_is_told() -> None:
         profile_layers(nn.Linear(2, 2), torch.zeros(1, 2), device="h10")
     with pytest.raises(PipelineError, match="the model is on the meta device, which computes nothing; name one"):
         profile_layers(nn.Linear(2, 2, device="meta"), torch.zeros(1, 2))
-
-
-# --- the cache --------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,6 @@ def test_times_that_vary_much_are_doubted() -> None:
     assert told.startswith("16.8 MB between ranks 0 and 1 took 900 µs, but 300 µs or less in a quarter of the repeats")
 
 
-# --- real processes ---------------------------------------------------------------------------------------------------
-
-
 def refuse_wrong_structure(cluster: Cluster, text: str, num_ranks: int) -> None:
     """What must hold however loaded the machine is."""
     assert cluster.num_ranks == num_ranks

@@ -66,9 +66,6 @@ def test_who_must_note_layouts_itself() -> None:
     assert [compile_program(plan, {(0, 1): 0}, rank).unsent for rank in range(3)] == [set(), {0}, set()]
 
 
-# --- receives posted ahead --------------------------------------------------------------------------------------------
-
-
 def ops_ahead(actions: list[Action]) -> list[int]:
     """For each receive how many ops run between it and its reader."""
     ops = [action.op for action in actions if action.what == "run"]

@@ -42,9 +42,6 @@ def refusal(programs: Programs, serial: bool = True) -> str:
     return str(caught.value)
 
 
-# --- what is accepted -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_no_family_can_hang(family: Family) -> None:
     plans = [*family_plans([family])]
@@ -101,9 +98,6 @@ def test_replicas_cannot_hang_either() -> None:
     for family in ("1f1b", "zb_v", "dualpipe"):
         for plan in family_plans([f for f in FAMILIES if f.name == family], [4]):
             assert prove(replicated(device_programs(plan), 2)).num_collectives > 0
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

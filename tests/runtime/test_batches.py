@@ -143,9 +143,6 @@ def test_batch_that_does_not_fit_is_refused_before_anything_is_sent(pool: Pool) 
     assert "rank 2 holds the last stage, but got targets=None" in none
 
 
-# --- batches of ranks that do not fit together ------------------------------------------------------------------------
-
-
 def step_with(rank: int, stages: Stages, given: dict[int, tuple[Any, Any]]) -> None:
     with Pipeline(stages, plan_for(3), loss_fn) as pipeline:
         pipeline.step(*given.get(rank, (None, None)))
@@ -280,9 +277,6 @@ def test_encodings_of_any_number_of_rows(pool: Pool, kind: str, whole: bool) -> 
         )
         for results in by_rank:
             torch.testing.assert_close(results[step][1], output, rtol=1e-10, atol=1e-10)
-
-
-# --- refused ----------------------------------------------------------------------------------------------------------
 
 
 def refusals(rank: int) -> list[str]:

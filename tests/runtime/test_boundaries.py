@@ -36,9 +36,6 @@ from support.sampling import IS_WHOLE
 WIDTH = 6
 
 
-# --- what crosses -----------------------------------------------------------------------------------------------------
-
-
 def layer(linear: nn.Linear, *values: Tensor) -> Tensor:
     return torch.tanh(linear(sum(values)))
 
@@ -225,9 +222,6 @@ def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
     assert_as_unsplit(pool, 2, cases, by_microbatches=True)
 
 
-# --- what is read of the batch ----------------------------------------------------------------------------------------
-
-
 def writes_input(linear: nn.Linear, *values: Tensor) -> Tensor:
     """Writes into what it reads of the batch, behind what it receives."""
     x = values[-1]
@@ -262,9 +256,6 @@ def test_writing_into_what_is_received_and_recomputed_from_is_refused(pool: Pool
     plan = NAMED["gpipe"](place(Costs.uniform(2, recompute_us=1), Cluster.uniform(1), [0, 0]), 4)
     told = pool.run(1, steps_or_error, stages_of(plain, partial(writes, "relu")), plan, batch_of(4))[0]
     assert "stage 1 writes into what it receives, which its recomputation needs unchanged" in told
-
-
-# --- what does not cross ----------------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):

@@ -18,8 +18,6 @@ from support.pool import Pool
 
 SIZE = 64
 
-# --- hashes -----------------------------------------------------------------------------------------------------------
-
 
 def only(value: Any) -> str:
     (found,) = fingerprints("inputs", [value]).values()
@@ -35,9 +33,6 @@ def test_equal_bytes_have_equal_fingerprints() -> None:
     assert len({only(value) for value in different}) == len(different)
     assert only(({"a": x, "b": [1, x]},)) not in (only(({"a": x, "b": [2, x]},)), only(({"a": x, "c": [1, x]},)))
     assert only(x.to_sparse()) == only(object()) == ""  # not compared
-
-
-# --- loaders ----------------------------------------------------------------------------------------------------------
 
 
 def dataset() -> Dataset[Any]:
@@ -151,9 +146,6 @@ def test_other_words_are_refused() -> None:
     wrong: Any = "often"
     with pytest.raises(PipelineError, match="check_data='often'; say 'first', 'always' or 'never'"):
         Pipeline(chain(2), plan_for(2), loss_fn, check_data=wrong)
-
-
-# --- workers ----------------------------------------------------------------------------------------------------------
 
 
 def numbers(rank: int) -> list[list[int]]:

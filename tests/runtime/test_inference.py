@@ -95,9 +95,6 @@ def test_evaluation_needs_a_loss(pool: Pool) -> None:
         assert "the pipeline has no loss_fn to evaluate; use forward for the outputs" in told
 
 
-# --- buffers ----------------------------------------------------------------------------------------------------------
-
-
 class Normed(nn.Module):
     """A layer with running statistics."""
 
@@ -131,9 +128,6 @@ def test_batch_norm(pool: Pool, name: str, recomputed: bool) -> None:
     for found in pool.run(2, statistics, plan, edges):
         for (stage, buffer), value in found.items():
             torch.testing.assert_close(value, serial[stage].get_buffer(buffer), rtol=1e-10, atol=1e-10)
-
-
-# --- outputs of any nesting -------------------------------------------------------------------------------------------
 
 
 class Nested(nn.Module):

@@ -104,9 +104,6 @@ def test_closed_pipeline_says_so(pool: Pool) -> None:
     assert told == [["the pipeline is closed; make a new one"] * 4] * 2
 
 
-# --- what fails meanwhile ---------------------------------------------------------------------------------------------
-
-
 def groups() -> int:
     return len(torch.distributed.distributed_c10d._world.pg_names)
 

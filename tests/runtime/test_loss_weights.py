@@ -135,9 +135,6 @@ def test_verify_refuses_it() -> None:
         rota.verify(stages, *batch_of(2), loss_fn=lambda o, t: loss(o, t))
 
 
-# --- what the errors say to do ----------------------------------------------------------------------------------------
-
-
 def with_loss() -> nn.Module:
     """By the module of docs/data.md."""
     (module,) = re.findall(r"```python\n(class WithLoss.*?)\n\n\nstages = ", PAGE.read_text(), flags=re.DOTALL)

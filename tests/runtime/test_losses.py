@@ -23,8 +23,6 @@ N = 4
 CHAINS = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
 
 
-# --- one micro-batch --------------------------------------------------------------------------------------------------
-
 LOSS = torch.tensor(3.0)
 
 
@@ -91,9 +89,6 @@ def test_a_loss_of_the_output_alone(pool: Pool) -> None:
     assert first == second
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
 def with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
     wrong = (output - target).abs()
     seen = target[:, 0] > 0
@@ -152,9 +147,6 @@ def changing_metrics(rank: int) -> list[Any]:
 def test_metrics_may_come_later(pool: Pool) -> None:
     for metrics in pool.run(2, changing_metrics):
         assert metrics == [{"first": 1.0}, {"first": 1.0, "late": 2.0}, {"first": 1.0, "late": 2.0}]
-
-
-# --- refused on all ranks ---------------------------------------------------------------------------------------------
 
 
 def refusals(rank: int) -> list[Any]:
@@ -230,9 +222,6 @@ def test_clearing_gradients_ends_a_round(pool: Pool, set_to_none: bool) -> None:
     for rank, gradients in enumerate(by_rank):
         for parameter, gradient in zip(stages[rank].parameters(), gradients, strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-10)
-
-
-# --- fp16 -------------------------------------------------------------------------------------------------------------
 
 
 def scaled_steps(rank: int) -> list[float]:

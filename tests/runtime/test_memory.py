@@ -117,8 +117,6 @@ def test_kept_activations_and_buffers_are_as_planned(pool: Pool, schedule: str, 
         assert peak >= most_held
 
 
-# --- plans per step ---------------------------------------------------------------------------------------------------
-
 NUM_RANKS, SHORT = 2, 6
 Job = tuple[Plan, list[tuple[int, int]]]  # with rows and length of each micro-batch
 

@@ -34,9 +34,6 @@ def test_shared_weights_of_replicas(pool: Pool) -> None:
     assert_equal_normed(by_process, on_both_ranks(None), [batch_of(8)], lambda process, _: process % 2)
 
 
-# --- meshes -----------------------------------------------------------------------------------------------------------
-
-
 def loss_and_place(rank: int, stages: Stages, shape: tuple[int, ...], dims: tuple[str, ...]) -> tuple[float, int, int]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
     num_ranks = mesh["pp"].size() if "pp" in dims else 1

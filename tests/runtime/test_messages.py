@@ -108,9 +108,6 @@ def test_a_sparse_tensor_is_refused() -> None:
         flatten(torch.eye(2).to_sparse(), "stage 7")
 
 
-# --- nested values ----------------------------------------------------------------------------------------------------
-
-
 class Scores(NamedTuple):
     logits: torch.Tensor
     rest: Any = None

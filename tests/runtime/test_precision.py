@@ -66,8 +66,6 @@ def serial_step(stages: Stages, batch: tuple[Tensor, Tensor], dtype: Dtype) -> S
     return StepResult(total, gradients_of(stages, range(len(stages))))
 
 
-# --- autocast ---------------------------------------------------------------------------------------------------------
-
 MODES: list[Dtype] = [torch.bfloat16, None, torch.float16, torch.bfloat16]  # as the steps have it, one after the other
 
 
@@ -129,8 +127,6 @@ def test_weights_that_autocast_has_cached_do_not_outlive_a_step(pool: Pool) -> N
     for losses, evaluated in by_rank:
         assert losses == evaluated == pytest.approx(expected, rel=1e-15)
 
-
-# --- one decision of all scalers --------------------------------------------------------------------------------------
 
 BROKEN = 6  # the step in which one weight's gradient is made infinite
 

@@ -103,9 +103,6 @@ def test_forwards_alone(pool: Pool) -> None:
         assert all(map(math.isnan, losses + expected))
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def losses_by_name() -> tuple[dict[str, str], Callable[..., Any]]:
     """A loss function that does what the dict says under "form"."""
     how = {"form": "counted"}

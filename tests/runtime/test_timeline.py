@@ -145,9 +145,6 @@ def test_each_span_holds_what_its_op_did_and_takes_no_less_than_that(pool: Pool)
         assert row.median_us >= row.planned_us - 1
 
 
-# --- when there is none -----------------------------------------------------------------------------------------------
-
-
 def ask_too_early_and_too_late(rank: int, plan: Plan) -> list[str]:
     with Pipeline(chain(plan.num_stages), plan, loss_fn) as pipeline:
         too_early = refusal(pipeline.timeline)
@@ -159,9 +156,6 @@ def test_no_timeline_before_a_step_nor_after_close(pool: Pool) -> None:
     plan = gpipe(place(Costs.uniform(3), Cluster.uniform(3), [2, 1, 2]), 2)
     told = "there is no timeline: ask for it after a step that ran to its end, and before close"
     assert pool.run(NUM_RANKS, ask_too_early_and_too_late, plan) == [[told, told]] * NUM_RANKS
-
-
-# --- clocks -----------------------------------------------------------------------------------------------------------
 
 
 ROUNDS = 20

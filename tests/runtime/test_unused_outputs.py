@@ -101,9 +101,6 @@ def test_random_graphs(pool: Pool) -> None:
     run_and_compare(pool, 3, range(some(48)))
 
 
-# --- transitions ------------------------------------------------------------------------------------------------------
-
-
 def use_some(stage: Any, pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
     """Uses the second value if the first element of its first micro-batch says so."""
     return stage.c(pair[0] + pair[1] if x[0, 0] > 0 else pair[0])
@@ -151,9 +148,6 @@ def test_a_value_that_is_not_used_any_more(pool: Pool) -> None:
     error = pool.run(2, some_steps, used, False)[1][-1]
     assert "what stage 0 sends to stage 1 got no gradient in any micro-batch of this step" in error
     assert pool.run(2, some_steps, used, True)[0] == [[], NONE]
-
-
-# --- what follows from it ---------------------------------------------------------------------------------------------
 
 
 def trained(rank: int, num_ranks: int, dp: int, shards: bool) -> tuple[dict[str, Tensor], list[float]]:

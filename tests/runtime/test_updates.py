@@ -20,8 +20,6 @@ from support.pool import Pool
 PLAN = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
 BATCH = batch_of(4)
 
-# --- one rank ---------------------------------------------------------------------------------------------------------
-
 
 def made() -> tuple[nn.Module, Updates]:
     torch.manual_seed(3)
@@ -59,9 +57,6 @@ def test_gradients_that_change_before_the_first_update_are_reported(
         updates.report()
     assert len([text for text in caplog.messages if "use pipeline.clip_grad_norm_" in text]) == is_reported
     updates.close()
-
-
-# --- one rank: updates ------------------------------------------------------------------------------------------------
 
 
 def in_place(model: nn.Module) -> None:
@@ -181,8 +176,6 @@ def test_weights_that_are_written_to_during_a_step_are_refused() -> None:
         backward(model)
     updates.close()
 
-
-# --- two ranks --------------------------------------------------------------------------------------------------------
 
 Clip = Callable[[Pipeline], object]
 

@@ -37,9 +37,6 @@ def bubble_us(timeline: Timeline) -> int:
     return timeline.makespan_us - timeline.busy_us[0]
 
 
-# --- every size -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])
 def test_every_size(schedule: Schedule) -> None:
     for num_ranks in range(1, 9):
@@ -89,9 +86,6 @@ def test_the_directions_mirror_each_other(schedule: Schedule) -> None:
             assert there_and_back == list(mirrored)
 
 
-# --- Chimera ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_ranks", EVEN)
 def test_chimeras_memory(num_ranks: int) -> None:
     """Published: activations of p/2 + 1 to p micro-batches, where 1F1B has 1 to p."""
@@ -99,9 +93,6 @@ def test_chimeras_memory(num_ranks: int) -> None:
         peaks = simulate(chimera(both_ways(num_ranks), num_microbatches)).peak_memory_bytes
         assert max(peaks) == 2 * num_ranks
         assert min(peaks) == 2 * (num_ranks // 2 + 1)
-
-
-# --- DualPipe ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", EVEN)
@@ -134,9 +125,6 @@ def test_dualpipes_bubble_and_memory(num_ranks: int, times_us: tuple[int, int, i
         assert bubble_us(timeline) == (num_ranks // 2 - 1) * (forward_us + input_us - weight_us)
         assert bubble_us(timeline) <= (num_ranks // 2 - 1) * (forward_us + 2 * backward_us - 3 * weight_us)
         assert max(timeline.peak_memory_bytes) == 2 * (num_ranks + 1)
-
-
-# --- what they refuse -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])

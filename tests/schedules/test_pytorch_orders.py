@@ -72,9 +72,6 @@ def regular(num_ranks: int) -> int:
     return sum(m % max(1, m // num_ranks) == 0 for m in range(1, MOST_MICROBATCHES + 1))
 
 
-# --- PyTorch takes the CSV that we write ------------------------------------------------------------------------------
-
-
 def planned(family: Family, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Plan:
     costs = family.adapted(Costs.uniform(num_ranks * stages_per_rank, 2, 3, 1))
     return family(family.place(costs, Cluster.uniform(num_ranks, None, 1)), num_microbatches)
@@ -126,9 +123,6 @@ def test_dualpipe_v_comes_and_goes(num_ranks: int, num_microbatches: int, weight
         if form["communication"]:
             simulates(runtime)
             runs(plan, tmp_path / "plan.csv")
-
-
-# --- and we take PyTorch's --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("defer", [False, True])

@@ -54,9 +54,6 @@ def test_uniform_chains_take_the_published_time_and_memory(
             assert most_in_flight(plan, rank) == (num_microbatches if schedule is gpipe else few)
 
 
-# --- any placement ----------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def one_stage_a_rank(draw: st.DrawFn) -> Placement:
     """Random stages and edges; each rank has at most one stage, a stage sometimes several ranks."""
@@ -100,9 +97,6 @@ def test_forward_only_takes_any_forwards(placement: Placement, num_microbatches:
         assert [op.microbatch for op in order] == sorted(op.microbatch for op in order)
 
 
-# --- what they refuse -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -121,9 +115,6 @@ def test_what_is_not_defined_is_refused(make: Callable[[], Plan], told: str) -> 
     with pytest.raises(ScheduleError) as caught:
         make()
     assert str(caught.value) == told
-
-
-# --- PyTorch ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(gpipe, "ScheduleGPipe"), (one_f_one_b, "Schedule1F1B")])

@@ -51,9 +51,6 @@ def most_held(plan: Plan) -> int:
     return max(max(levels) for levels in held)
 
 
-# --- every size -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("schedule", LIMITS, ids=lambda schedule: schedule.__name__)
 def test_every_size_of_a_v(schedule: Schedule) -> None:
     for num_ranks in range(1, MOST_RANKS + 1):
@@ -111,9 +108,6 @@ def test_any_costs_in_waves(
     assert most_held(plan) <= 2 * num_waves * num_ranks
 
 
-# --- as in PyTorch ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_ranks", range(2, MOST_RANKS + 1))
 @pytest.mark.parametrize(("ours", "theirs"), [(zb_v, "ScheduleZBVZeroBubble"), (dualpipe_v, "ScheduleDualPipeV")])
 def test_orders_are_pytorchs(ours: Schedule, theirs: str, num_ranks: int) -> None:
@@ -132,9 +126,6 @@ def test_orders_are_pytorchs(ours: Schedule, theirs: str, num_ranks: int) -> Non
 def without_b(op: str) -> list[str]:
     """A whole backward is I and W here."""
     return [op.replace("B", "I"), op.replace("B", "W")] if "B" in op else [op]
-
-
-# --- bubbles and memory as published ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", range(1, MOST_RANKS + 1))
@@ -173,8 +164,6 @@ def test_v_half_and_v_min_are_no_slower_than_the_authors_at_measured_costs(
     """8 ranks, 24 micro-batches; the authors' makespans at the same memory."""
     assert simulate(schedule(split(8, *times_us), 24)).makespan_us <= authors_us
 
-
-# --- what they refuse -------------------------------------------------------------------------------------------------
 
 SHAPE = "place it by rota.wave(costs, cluster), with two stages per rank"
 

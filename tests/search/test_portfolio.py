@@ -76,9 +76,6 @@ def test_tiny_placements_as_by_brute_force(objective: str) -> None:
     assert proven > some(100) / 3
 
 
-# --- the figures that others reach, and better ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "limit", "num_microbatches", "makespan_us"),
     [
@@ -98,9 +95,6 @@ def test_tiny_placements_as_by_brute_force(objective: str) -> None:
 def test_tessel_shapes_proven(shape: str, limit: int | None, num_microbatches: int, makespan_us: int) -> None:
     result = find_plan(tessel(shape, 4, limit), num_microbatches, deterministic=True)
     assert (result.makespan_us, result.gap) == (makespan_us, 0)
-
-
-# --- what is promised beside the plan ------------------------------------------------------------------------------
 
 
 def uneven(num_ranks: int, limit: int | None = None) -> Placement:

@@ -51,9 +51,6 @@ def test_memory_is_the_timelines_where_transfers_hold_nothing(plan: Plan) -> Non
         assert fits(Problem(limited, plan.num_microbatches), orders) == outcome
 
 
-# --- what ranks hold with transfers -----------------------------------------------------------------------------------
-
-
 def in_turn(plan: Plan) -> tuple[Problem, Plan]:
     """The plan with the micro-batches of each task in turn."""
     problem = Problem(replace(plan.placement, static_bytes=(0,) * plan.num_ranks), plan.num_microbatches)

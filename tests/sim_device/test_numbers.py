@@ -29,9 +29,6 @@ def sim_pool(pool: Pool) -> SimPool:
     return SimPool(pool)
 
 
-# --- the tests of the CPU ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "test",
@@ -50,9 +47,6 @@ def sim_pool(pool: Pool) -> SimPool:
 )
 def test_as_on_the_cpu(sim_pool: SimPool, test: Callable[[SimPool], None]) -> None:
     test(sim_pool)
-
-
-# --- steps that do not wait -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -137,9 +131,6 @@ def test_scales_that_differ_are_found_at_the_end(pool: Pool, waits: bool) -> Non
         assert "gradient scalers differ (one on some ranks, none on others)" in none
 
 
-# --- what is refused later --------------------------------------------------------------------------------------------
-
-
 def refused(rank: int, name: str) -> str:
     """Nobody asks a handle, and the device is so far behind that its refusal comes when the pipeline is closed."""
     how, loss = losses_by_name()
@@ -187,9 +178,6 @@ def test_counts_of_added_losses_stay_on_the_device(device: SimDevice) -> None:
         rota.add_loss(torch.ones(()), torch.ones(2))
 
 
-# --- norms ------------------------------------------------------------------------------------------------------------
-
-
 def norms_of(rank: int, where: str) -> list[tuple[float, list[Tensor | None]]]:
     """For each norm type the norm, and the clipped gradients."""
     found = []
@@ -210,9 +198,6 @@ def test_norms_of_any_type(pool: Pool) -> None:
     """Rank 1 has no gradients, and a tied one counts once. The CPU's are compared with torch's in test_norms."""
     on_sim, on_cpu = (pool.run(3, norms_of, where) for where in ("sim", "cpu"))
     torch.testing.assert_close(on_sim, on_cpu, rtol=1e-10, atol=1e-10)
-
-
-# --- autocast ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_accelerators_autocast_is_seen() -> None:

@@ -53,9 +53,6 @@ def plan_of(schedule: str, num_ranks: int, num_microbatches: int = 4) -> Plan:
     return NAMED[schedule](place(Costs.uniform(num_ranks), Cluster.uniform(num_ranks)), num_microbatches)
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
-
-
 def test_stages_that_move_stay_tied(device: SimDevice) -> None:
     first, second = Layer(), Layer()
     second.linear.weight, second.scale = first.linear.weight, first.scale
@@ -94,9 +91,6 @@ def test_weights_are_made_or_loaded_on_the_device(device: SimDevice, tmp_path: P
         assert stages[2].get_parameter("2.weight").is_meta
 
 
-# --- agreement --------------------------------------------------------------------------------------------------------
-
-
 def refused(rank: int, on: list[str], modules: list[nn.Module]) -> str:
     stages = Stages(modules).to(on[rank], [rank])
     with pytest.raises(PipelineError) as error:
@@ -119,9 +113,6 @@ def test_a_rank_without_tensors_has_a_device_like_the_others(pool: Pool) -> None
     stages = Stages([nn.Linear(6, 6).double(), nn.Tanh(), nn.Linear(6, 6).double()])
     by_rank = SimPool(pool).run(3, pipeline_steps, stages, plan, [batch])
     assert_equal_steps([result for (result,) in by_rank], serial_step(stages, *batch))
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def steps_with(rank: int, where: list[str]) -> list[StepResult]:
@@ -180,9 +171,6 @@ def test_outputs_come_to_each_ranks_device(pool: Pool) -> None:
     for outputs in pool.run(2, simulated, outputs_on):
         assert {device for device, _ in outputs} == {"sim:0"}
         torch.testing.assert_close(torch.cat([output for _, output in outputs]), expected.detach())
-
-
-# --- randomness and recomputation -------------------------------------------------------------------------------------
 
 
 class Noisy(nn.Module):
@@ -249,9 +237,6 @@ def test_a_draw_from_the_device_is_seen_and_undone(device: SimDevice) -> None:
     states.restore()
     assert not states.changed()
     assert torch.equal(torch.rand(3, device="sim").cpu(), first)
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def trained(rank: int, run: Run, folder: Path, where: str, begin: int, end: int) -> list[float]:
@@ -375,9 +360,6 @@ def test_the_devices_random_state_goes_on_or_is_seeded(pool: Pool, tmp_path: Pat
     onto = [pool.run(1, simulated, loaded_states, tmp_path / "cpu", "sim")[0] for _ in range(2)]
     assert torch.equal(onto[0], onto[1])  # by the checkpoint alone
     pool.run(1, simulated, loaded_states, tmp_path / "sim", "cpu")
-
-
-# --- verification -----------------------------------------------------------------------------------------------------
 
 
 def verified(rank: int, plan: Plan) -> rota.Verification:

@@ -42,9 +42,6 @@ def spun_us(device: SimRuntimeDevice, spinner: Spinner, us: float) -> float:
     return (end_ns - start_ns) / 1000
 
 
-# --- spinning ---------------------------------------------------------------------------------------------------------
-
-
 def test_kernels_that_spin_are_calibrated() -> None:
     """Also where there is no kernel of ticks: each takes 2 µs to start and 1 ns for each byte that it writes."""
 
@@ -57,9 +54,6 @@ def test_kernels_that_spin_are_calibrated() -> None:
             for us in (3000, 8000):
                 assert spun_us(device, spinner, us) == pytest.approx(us, abs=resolution_us)
             assert spun_us(device, spinner, 0) == 0
-
-
-# --- the clock --------------------------------------------------------------------------------------------------------
 
 
 def kernels(*counts: int) -> Callable[[Callable[[], None]], None]:
@@ -107,9 +101,6 @@ def test_a_host_that_cannot_keep_ahead_is_told(monkeypatch: pytest.MonkeyPatch) 
         assert laps.us == pytest.approx([20 * 2], abs=2)  # the host's time
         assert laps.starved == [True]
         assert launch_text("F", laps).endswith("to enqueue, the device waits for it")
-
-
-# --- profiles ---------------------------------------------------------------------------------------------------------
 
 
 def inside_timed_parts(hardware: SimDevice, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -177,9 +168,6 @@ def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(us % 3 == 0 for us in layers.forward_us + layers.backward_us)
     assert "F takes the host" in messages[0]
     assert "to enqueue, " in messages[0]
-
-
-# --- links ------------------------------------------------------------------------------------------------------------
 
 
 def link_cost_ns(name: str, written: Sequence[Any]) -> int:

@@ -75,9 +75,6 @@ class NotCopied(nn.Linear):
         raise PipelineError("this layer is not to be copied")
 
 
-# --- unmodified models in float32 -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["t5", "qwen3_moe", "resnet"])
 def test_models_in_float32_are_compared_in_float64(name: str) -> None:
     case = CASES[name]

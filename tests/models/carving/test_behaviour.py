@@ -58,9 +58,6 @@ def same(model: nn.Module, stages: Stages, batch: Any) -> None:
     torch.testing.assert_close(stages.run(batch), expected, rtol=0, atol=0)
 
 
-# --- inputs -----------------------------------------------------------------------------------------------------------
-
-
 def test_inputs_may_be_positional_keywords_none_plain_or_left_out() -> None:
     model = Blocks()
     x, scale = rows(), torch.full((1,), 2.0)
@@ -119,9 +116,6 @@ def test_cuts_inside_of_one_another_are_refused() -> None:
     )
 
 
-# --- what is left as it was -------------------------------------------------------------------------------------------
-
-
 def test_recording_leaves_random_states_buffers_and_the_model() -> None:
     case = CASES["resnet"]
     model, example = case.make_model(), case.make_batch(2, 8, 0)
@@ -170,9 +164,6 @@ def test_only_local_stages_keep_memory() -> None:
     materialize(stages, [0])
     assert [parameter.is_meta for parameter in stages[1].parameters()] == [True] * 4
     assert torch.equal(stages.call(0, [], batch)[1]["layers.1"], sent[1]["layers.1"])
-
-
-# --- modes ------------------------------------------------------------------------------------------------------------
 
 
 def test_training_and_evaluation() -> None:
@@ -226,9 +217,6 @@ def test_autocast_and_attentions(name: str, attention: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         for length in (8, 10):
             assert_as_whole(stages, model, case, case.make_batch(2, length, 1), tolerance=1e-5)
-
-
-# --- refused ----------------------------------------------------------------------------------------------------------
 
 
 def test_dropout_between_modules_that_several_stages_read_is_refused() -> None:

@@ -32,9 +32,6 @@ def gradients_as_whole(model: nn.Module, stages: Stages, batch: dict[str, Any]) 
         assert one is None or torch.allclose(one, other, rtol=0, atol=1e-6)
 
 
-# --- weights of other stages ------------------------------------------------------------------------------------------
-
-
 class Tower(nn.Module):
     """Layers of which the forward asks for the type and the place, as vision towers do."""
 
@@ -87,9 +84,6 @@ def test_weights_of_other_stages_are_where_the_stage_is_and_not_on_meta() -> Non
         names = {name for name, _ in [*stage.named_parameters(), *stage.named_buffers()]}
         stage.load_state_dict({n: t for n, t in model.state_dict().items() if n in names}, assign=True)
     same(model, stages, {"x": rows()})
-
-
-# --- values that only Python reads ------------------------------------------------------------------------------------
 
 
 READ: dict[str, Callable[[Tensor], int]] = {
@@ -157,9 +151,6 @@ def test_values_that_the_example_did_not_read_are_told() -> None:
         stages.run({"x": rows(6)})
 
 
-# --- outputs that hooks take ------------------------------------------------------------------------------------------
-
-
 class Attention(nn.Module):
     """Returns what a Linear inside of it returns, and a tensor that it was given."""
 
@@ -214,9 +205,6 @@ def test_hooks_take_what_modules_in_modules_and_arguments_give(wanted: tuple[int
     gradients_as_whole(model, split(model, 3, example={"x": rows()}), {"x": rows(5)})
 
 
-# --- autograd functions -----------------------------------------------------------------------------------------------
-
-
 class Checkpointed(Blocks):
     """Runs two layers per checkpoint."""
 
@@ -259,9 +247,6 @@ def test_checkpoints_of_one_block_each() -> None:
         split(model, 3, example={"x": rows()})
     model.reentrant = False
     gradients_as_whole(model, split(model, 3, example={"x": rows()}), {"x": rows()})
-
-
-# --- writes, calls and compiled code ----------------------------------------------------------------------------------
 
 
 def test_writes_into_what_is_computed_from_a_buffer() -> None:

@@ -131,9 +131,6 @@ def test_after_the_last_batch_of_an_epoch_the_next_one_begins_with_any_number_of
         assert torch.equal(batch, expected)
 
 
-# --- replicas ---------------------------------------------------------------------------------------------------------
-
-
 def replicas(mine: Any, others: Any) -> Batches:
     """The batches of the first process of two replicas."""
 

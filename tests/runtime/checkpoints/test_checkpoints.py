@@ -34,9 +34,6 @@ def whole_in(folder: Path) -> list[str]:
     return [saved.path.name for saved in readable_ones(folder)[0]]
 
 
-# --- in the background ------------------------------------------------------------------------------------------------
-
-
 def save_in_the_background(rank: int, folder: Path) -> tuple[list[str], list[str], list[float]]:
     training, wait = Training(TWO), threading.Event()
     begin = checkpoint_folder.begin
@@ -65,9 +62,6 @@ def test_a_thread_writes_what_was_there_when_save_was_called(pool: Pool, tmp_pat
         assert after == ["step-2"]
         assert losses == pytest.approx(serial_losses(5)[2:], abs=1e-10)
     assert names_in(tmp_path) == ["step-2", "step-5"]  # closing the pipeline waited for the second
-
-
-# --- saves that fail, what is kept ------------------------------------------------------------------------------------
 
 
 class DiskFull:
@@ -163,9 +157,6 @@ def test_the_newest_are_kept_whatever_their_steps(pool: Pool, tmp_path: Path) ->
         assert f"no whole checkpoint of step 1 in {tmp_path}; it has steps 2, 3" in gone
         assert newest == (2, {"again": True})
     assert names_in(tmp_path) == ["step-1", "step-2"]
-
-
-# --- random state and buffers -----------------------------------------------------------------------------------------
 
 
 class Noisy(nn.Module):

@@ -56,8 +56,6 @@ class Wrong(AssertionError):
     """A step was lost or done twice."""
 
 
-# --- a rank's memory --------------------------------------------------------------------------------------------------
-
 Memory = frozenset[tuple[str, Applied]]  # the names of files, and what the state in each has seen
 
 
@@ -124,9 +122,6 @@ def changed(memory: Memory, act: str, step: int, applied: Applied) -> Memory:
             with suppress(Killed):
                 rank._write(State(TRAINING, step), *state_of(applied))
         return memory_in(folder)
-
-
-# --- the model --------------------------------------------------------------------------------------------------------
 
 
 def has_reached(rank: Rank, phase: str, step: int) -> bool:
@@ -236,9 +231,6 @@ def test_with_one_snapshot_steps_would_be_lost(monkeypatch: pytest.MonkeyPatch) 
             list(reachable(beginning()))
     finally:
         changed.cache_clear()
-
-
-# --- within one action ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grows", [False, True])

@@ -29,9 +29,6 @@ def plan_on(ranks: list[Any], num_ranks: int = 2) -> Plan:
     return one_f_one_b(place(Costs.uniform(len(ranks)), Cluster.uniform(num_ranks), ranks), 4)
 
 
-# --- groups and schedulers --------------------------------------------------------------------------------------------
-
-
 def grouped(named: Any) -> tuple[torch.optim.Optimizer, Any]:
     """The first layers' weights in a group of their own, which is empty on other ranks; a schedule of schedules."""
     groups: list[dict[str, Any]] = [{"params": [], "lr": 0.3, "momentum": 0.5}, {"params": [], "lr": 0.02}]
@@ -97,9 +94,6 @@ def without_weights(rank: int, folder: Path) -> list[float]:
 def test_a_rank_without_weights_takes_part(pool: Pool, tmp_path: Path) -> None:
     first, *others = pool.run(3, without_weights, tmp_path)
     assert others == [first] * 2
-
-
-# --- the model alone, its names ---------------------------------------------------------------------------------------
 
 
 def evaluate_loaded(rank: int, folder: Path) -> float:
@@ -179,9 +173,6 @@ def test_a_tied_weight_is_found_by_any_of_its_names(pool: Pool, tmp_path: Path, 
     assert pool.run(loading, train_tied, tmp_path, loading) == [pytest.approx(expected, abs=1e-10)] * loading
 
 
-# --- weights in shards ------------------------------------------------------------------------------------------------
-
-
 def parallel(num_shards: int, by_mesh: bool) -> Pipeline:
     """A stage in shards, over the mesh or as a stage on several ranks of the plan, and a stage that is whole."""
     if by_mesh:
@@ -235,9 +226,6 @@ def test_parts_resume_on_as_many_ranks_however_they_are_made(
         assert main(["checkpoint", "verify", str(folder)]) == 0
         assert main(["checkpoint", "export", str(folder), "-o", str(tmp_path / "model.safetensors")]) == 2
         assert "in 2 TP shards, and does not say how to join them" in capsys.readouterr().err
-
-
-# --- weights in shards ------------------------------------------------------------------------------------------------
 
 
 def train_shards(rank: int, folder: Path, run: Run, shard: bool) -> list[float]:

@@ -26,8 +26,6 @@ from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-# --- damage -----------------------------------------------------------------------------------------------------------
-
 
 def save_three(rank: int, folder: Path) -> None:
     training = Training(TWO)
@@ -131,9 +129,6 @@ def test_where_all_are_damaged_nothing_starts_from_the_beginning(pool: Pool, thr
         assert "no other checkpoint is whole" in words
 
 
-# --- other jobs -------------------------------------------------------------------------------------------------------
-
-
 def refused_by_a_lock(rank: int, folder: Path) -> str:
     training = Training(TWO)
     with training.pipeline:
@@ -218,8 +213,6 @@ def test_a_lock_that_is_left_for_a_while_is_waited_for(tmp_path: Path, monkeypat
         assert f"{tmp_path} is in use by another job (process {job.pid} on " in said[0]
         assert said[0].endswith("; waiting up to 60 s for it")
 
-
-# --- ends -------------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
     import atexit, sys

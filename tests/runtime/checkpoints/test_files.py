@@ -197,9 +197,6 @@ def test_a_damaged_one_stands_in_nobodys_way(tmp_path: Path) -> None:
     assert (tmp_path / "step-1").exists()  # it may be of use to somebody
 
 
-# --- optimizers and schedulers ----------------------------------------------------------------------------------------
-
-
 SCHEDULERS = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, [Halving(1), Halving(2)]),
     "steps": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),

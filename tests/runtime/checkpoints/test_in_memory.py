@@ -55,9 +55,6 @@ def resumed(folder: Path) -> Iterator[tuple[Training, Checkpoint]]:
         yield training, found
 
 
-# --- which state is restored ------------------------------------------------------------------------------------------
-
-
 def the_newest_step(rank: int, folder: Path) -> None:
     with memory() as file, pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as told:
         patch.setenv(PROGRESS, "1")
@@ -179,9 +176,6 @@ def test_a_training_does_not_go_on_from_the_state_of_another(pool: Pool, tmp_pat
     pool.run(2, run_two_trainings, tmp_path)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def commit_in_turns(rank: int, folder: Path) -> str:
     with memory() as file, trained(folder / "one") as (_, kept), trained(folder / "other") as (_, others):
         kept.commit(1)
@@ -216,9 +210,6 @@ def refuse(rank: int, folder: Path) -> None:
 
 def test_what_commit_refuses(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, refuse, tmp_path)
-
-
-# --- room in memory ---------------------------------------------------------------------------------------------------
 
 
 def memory_of(kept: Checkpoints) -> snapshots.Snapshots:

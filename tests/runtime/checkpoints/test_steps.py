@@ -130,9 +130,6 @@ def test_steps_are_counted_from_the_begin_of_the_training(pool: Pool, tmp_path: 
         assert num_steps == "1"
 
 
-# --- gradient scalers -------------------------------------------------------------------------------------------------
-
-
 def scale(rank: int, folder: Path, last: int, num_scalers: int = 1) -> list[tuple[float, float]]:
     """The loss and the scale of each step before `last`. The first scale is too large, so that steps are skipped."""
     torch.manual_seed(0)

@@ -26,9 +26,6 @@ def first_layer(training: Training) -> Any:
     return next(iter(training.pipeline.local_stages.values()))[0]
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
-
-
 def freed() -> torch.Tensor:
     tensor = torch.ones(3)
     tensor.untyped_storage().resize_(0)  # as FSDP frees gathered weights
@@ -150,9 +147,6 @@ def test_gradients_that_fsdp_keeps_are_refused(pool: Pool, tmp_path: Path) -> No
         assert "0.linear.weight has a gradient of a step with sync=False, which FSDP keeps until a step with" in told
 
 
-# --- buffers ----------------------------------------------------------------------------------------------------------
-
-
 class Averaging(nn.Module):
     """With a buffer that each forward replaces."""
 
@@ -219,9 +213,6 @@ def test_a_buffer_that_would_be_lost_is_refused(pool: Pool, tmp_path: Path) -> N
     for late, untied in pool.run(2, refuse_buffers, tmp_path):
         assert all("late of a Averaging is newer than the Checkpoints" in told for told in late)
         assert all("was one tensor in 2 modules, and is not any more" in told for told in untied)
-
-
-# --- optimizers and steps ---------------------------------------------------------------------------------------------
 
 
 def refuse_state(rank: int, folder: Path) -> list[str]:

@@ -62,9 +62,6 @@ def test_the_device_of_stages() -> None:
         assert "has no memory (it is on meta)" in describe_placed(stages, lambda stage=stage: [stage]).error  # type: ignore[misc]
 
 
-# --- `torch.set_default_device` is the user's -------------------------------------------------------------------------
-
-
 def step_under_another_default(rank: int) -> tuple[float, float]:
     batch = batch_of(4)
     stages = chain(2)

@@ -108,9 +108,6 @@ def step_and_go(rank: int, stages: Stages, plan: Plan, then: str) -> None:
         getattr(pipeline, then)(*batch_of(4) if then == "step" else ())
 
 
-# --- a stage on several ranks -----------------------------------------------------------------------------------------
-
-
 class BreaksInOnePart(nn.Module):
     def __init__(self, where: str, inner: nn.Module, group: spmd.Group) -> None:
         super().__init__()
@@ -146,9 +143,6 @@ def step_with_parts(rank: int, where: str, kind: type[nn.Module], plan: Plan) ->
     group = spmd.group((0, 1))
     last = BreaksInOnePart(where, kind(0, group), group)
     steps(rank, Stages([Layer().double(), last]), plan, 1)
-
-
-# --- a script that goes on --------------------------------------------------------------------------------------------
 
 
 MEMORY = "OutOfMemoryError: tried to allocate 2 GiB"
@@ -213,9 +207,6 @@ def nan_batch() -> tuple[Tensor, Tensor]:
 def test_calls_follow_one_that_was_refused_on_all_ranks(pool: Pool) -> None:
     for losses in pool.run(NUM_RANKS, go_on_after_refusals):
         assert losses[0] == losses[1]
-
-
-# --- a rank that ends before the others -------------------------------------------------------------------------------
 
 
 def step_as_often(rank: int, num_steps: list[int], then: str) -> str:

@@ -177,9 +177,6 @@ def make_late(rank: int, folder: Path) -> None:
     Pipeline(stages_with(Layer(), 1), plan_for(), loss_fn, timeout_s=TIMEOUT_S)
 
 
-# --- outside of all calls ---------------------------------------------------------------------------------------------
-
-
 def test_all_ranks_that_are_stuck_outside_of_the_pipelines_calls(tmp_path: Path) -> None:
     ended = run_fresh(tmp_path, NUM_RANKS, wait_for_data, tmp_path)
     assert_one_report(
@@ -227,9 +224,6 @@ def work_in_another_pipeline(rank: int) -> None:
 def test_pipeline_is_not_idle_while_another_one_of_the_process_is_at_work(tmp_path: Path) -> None:
     for ended in run_fresh(tmp_path, NUM_RANKS, work_in_another_pipeline):
         assert (ended.exit_code, ended.stderr) == (0, "")
-
-
-# --- and no other ---------------------------------------------------------------------------------------------------
 
 
 class Slow(Layer):

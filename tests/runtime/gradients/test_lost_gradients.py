@@ -112,9 +112,6 @@ def test_evaluating_needs_no_gradients(pool: Pool) -> None:
         assert losses == pytest.approx([expected] * 3, rel=1e-12)
 
 
-# --- as plain PyTorch does --------------------------------------------------------------------------------------------
-
-
 def with_aside(linear: nn.Linear, x: Tensor, aside: Tensor) -> Tensor:
     return linear(x) * torch.sigmoid(aside)
 

@@ -144,9 +144,6 @@ def test_a_plan_of_forwards_has_nothing_to_recompute(pool: Pool) -> None:
     assert pool.run(2, forwards, plan) == [NUM_MICROBATCHES] * 2
 
 
-# --- one forward and its repetition -----------------------------------------------------------------------------------
-
-
 def test_differentiating_inside_is_refused() -> None:
     force = Calls(lambda _, x: torch.autograd.grad((x**3).sum(), x, create_graph=True)[0])
     stages, x = Stages([force], inputs=[()]), torch.ones(2, requires_grad=True)

@@ -201,9 +201,6 @@ def test_reentrant_checkpoint_is_told() -> None:
         split(module, received_tensor())
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 class Watch(nn.Module):
     """Passes on, and notes the storage that passes."""
 

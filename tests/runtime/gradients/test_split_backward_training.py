@@ -54,9 +54,6 @@ def test_families(pool: Pool, num_ranks: int) -> None:
     assert_as_unsplit(pool, num_ranks, cases)
 
 
-# --- stages of all sorts ----------------------------------------------------------------------------------------------
-
-
 class Tokens(nn.Module):
     """Integers come in: there is no gradient of the input."""
 

@@ -78,9 +78,6 @@ def test_the_supervisor(tmp_path: Path) -> None:
     assert leftovers(disturbed) == []
 
 
-# --- faults that end no process ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def own_machine() -> list[str]:
     """Runs a command that sees a network of its own, and as its folder `run` a disk of 64 kB."""

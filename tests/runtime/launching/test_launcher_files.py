@@ -60,8 +60,6 @@ def test_a_restart_is_known(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert is_restart()
 
 
-# --- the script -------------------------------------------------------------------------------------------------------
-
 SCRIPT = '''"""Words."""
 import pickle, sys
 assert __name__ == "__main__" and __doc__ == "Words."
@@ -89,9 +87,6 @@ def test_a_changed_file_changes_neither_the_script_nor_its_tracebacks(
     told = "".join(traceback.format_exception(error.value))
     assert 'File "train.py", line 5, in halve\n    return number / 0  # on purpose\n' in told
     assert inspect.getsource(sys.modules["__main__"].halve).startswith("def halve(number):\n    return number / 0")
-
-
-# --- the folder of a run ----------------------------------------------------------------------------------------------
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path) -> None:

@@ -46,9 +46,6 @@ def run(folder: Path, *options: str, before: str = "", inside: str = "pass") -> 
     return done
 
 
-# --- the network ------------------------------------------------------------------------------------------------------
-
-
 def listening(process: int) -> list[str]:
     """The addresses at which the process and all that it has started accept connections, as the kernel writes them."""
     families = {process}
@@ -111,9 +108,6 @@ def test_no_process_that_measures_listens_beyond_loopback() -> None:
     assert seen <= LOOPBACK
 
 
-# --- limits of time ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("options", "before"),
@@ -135,8 +129,6 @@ def test_the_limit_holds_for_the_pipeline_too(tmp_path: Path) -> None:
     assert "rota: no progress for 20 s, so all ranks end: rank 1 never reached what the others wait for" in done.stderr
     assert "the run hung (rank 1 never reached what the others wait for), and all ranks were ended" in done.stderr
 
-
-# --- processes that the script forks, and exits -----------------------------------------------------------------------
 
 FORKS = "child = os.fork(); {child}; code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]); print('child', code); "
 CHILDREN = {"child or 1 / 0": 1, "child or sys.exit(5)": 5, "child or pipeline.close(); child or sys.exit()": 0}

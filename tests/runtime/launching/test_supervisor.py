@@ -138,8 +138,6 @@ def test_a_rank_that_sigkill_does_not_end_is_named(tmp_path: Path, monkeypatch: 
     assert str(error.value).startswith(f"{who}: a system call has not returned within 0.2 s of SIGKILL")
 
 
-# --- forked ranks, and restarts ---------------------------------------------------------------------------------------
-
 LAUNCHER = """
 import json, sys
 from rota import Plan
@@ -305,9 +303,6 @@ report("closes")
 
 def test_a_rank_holds_only_its_own_socket_and_a_child_not_even_that(tmp_path: Path) -> None:
     assert launched(tmp_path, HOLDS) == ([], "")
-
-
-# --- the launcher itself ----------------------------------------------------------------------------------------------
 
 
 def left_in(temporary: Path) -> list[Path]:

@@ -92,9 +92,6 @@ def test_norms_of_any_type_are_torchs_of_the_whole_model(pool: Pool) -> None:
         ] * 2
 
 
-# --- complex weights --------------------------------------------------------------------------------------------------
-
-
 def complex_layer() -> nn.Module:
     """Sends complex values on."""
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128))

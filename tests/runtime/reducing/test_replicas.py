@@ -15,8 +15,6 @@ from support.meshed import NUM_MICROBATCHES, Case, part_of, plan_of
 from support.networks import batch_of, chain, gradients_of, loss_fn, plan_for, refusal
 from support.pool import Pool
 
-# --- what adds up in .grad --------------------------------------------------------------------------------------------
-
 
 def tied_chain() -> Stages:
     stages = chain(3)
@@ -85,9 +83,6 @@ def test_gradients_of_tied_weights_changed_within_a_round_are_refused(pool: Pool
     assert "a tied weight of shape [6, 6] was changed between two steps, the first one with sync=False" in told[0]
 
 
-# --- odd parameters ---------------------------------------------------------------------------------------------------
-
-
 class Odd(nn.Module):
     """Parameters of several dtypes, one that no replica uses, one that only some do, one that is frozen; buffers."""
 
@@ -138,9 +133,6 @@ def test_odd_parameters(pool: Pool) -> None:
                 torch.testing.assert_close(gradients[name], p.grad, rtol=tolerance, atol=tolerance)
 
 
-# --- random numbers, evaluation ---------------------------------------------------------------------------------------
-
-
 def dropout_losses(rank: int, dp: int, tp: int) -> tuple[list[float], float]:
     """All processes have one batch; the losses of its micro-batches, and the mean that `step` returns."""
     mesh = rota.mesh(pp=1, dp=dp, tp=tp)
@@ -185,9 +177,6 @@ def test_evaluation_of_replicas(pool: Pool) -> None:
                 torch.testing.assert_close(found, expected.chunk(2)[1], rtol=1e-10, atol=1e-10)
 
 
-# --- the timeline -----------------------------------------------------------------------------------------------------
-
-
 def measured(rank: int, case: Case) -> Timeline:
     plan = plan_of(case)
     with Pipeline(chain(plan.num_stages), plan, loss_fn, mesh=rota.mesh(pp=case.pp, dp=case.dp)) as pipeline:
@@ -216,9 +205,6 @@ def test_reductions_in_the_timeline_begin_behind_the_last_gradient_and_overlap_w
             assert Timeline.from_json(timeline.to_json()) == timeline
             compared = compare(plan, timeline)
             assert compared.difference_us == timeline.makespan_us - simulate(plan).makespan_us
-
-
-# --- refused ----------------------------------------------------------------------------------------------------------
 
 
 def refused(rank: int) -> list[str]:

@@ -92,9 +92,6 @@ def evaluate_between(rank: int, case: Case) -> list[float]:
     return found
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
-
-
 def refusals(rank: int) -> list[str]:
     """Of two replicas of one rank each, and of a pipeline without replicas."""
     mesh = rota.mesh(pp=1, dp=2)

@@ -75,9 +75,6 @@ def other_ties(rank: int, plan: Plan) -> str:
     return refusal(Pipeline, tied(4, (0, 3)) if rank != 1 else chain(4), plan, loss_fn)
 
 
-# --- two streams ------------------------------------------------------------------------------------------------------
-
-
 def two_streams(schedule: Callable[..., Plan], num_ranks: int, num_microbatches: int, **costs: Any) -> Plan:
     placement = bidirectional(Costs.uniform(num_ranks, **costs), Cluster.uniform(num_ranks))
     return schedule(placement, num_microbatches)
