@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import rota
+from cli.test_cli import Capsys
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
 from rota.cli.common import parse_link
@@ -35,7 +36,7 @@ def make_optimizer(parameters):
 """
 
 
-def told_by(capsys: pytest.CaptureFixture[str], profile: str, output: Path, *options: str) -> str:
+def told_by(capsys: Capsys, profile: str, output: Path, *options: str) -> str:
     asked = ["--ranks", "2", "--pipeline", "2", "--batch", "8", "--time-limit", "600", *options]
     assert main(["autoplan", "--profile", profile, *asked, "--force", "-o", str(output)]) == 0
     return capsys.readouterr().out
@@ -50,7 +51,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_from_a_profile_to_a_plan(
-    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    profile: str, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     output = tmp_path / "plan.json"
@@ -85,9 +86,7 @@ def test_measured_links(profile: str, tmp_path: Path) -> None:
     assert {route.duration_us < 10**7 for route in plan.placement.routes} <= {True}
 
 
-def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
-    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(profile: str, tmp_path: Path, capsys: Capsys) -> None:
     output = tmp_path / "plan.json"
     given = ["autoplan", "--profile", profile, "--ranks", "2", "--batch", "8", "--inference"]
     assert main([*given, "--rows", "2", "-o", str(output)]) == 0
@@ -104,7 +103,7 @@ def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(
 
 @pytest.mark.dist  # measuring stages starts processes
 def test_links_that_cannot_be_measured_are_counted_as_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     def links(*_: object, **__: object) -> rota.Cluster:
         raise PipelineError("the machine is too busy")
@@ -175,7 +174,7 @@ loss_fn = nn.functional.mse_loss
 def test_cuts_that_no_other_trainer_can_make(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
     mark: str | None,
     cuts: str | None,
     told: str,
@@ -196,7 +195,7 @@ def test_cuts_that_no_other_trainer_can_make(
         assert Path("plan.json").exists() is not bool(told)
 
 
-def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_too_large_for_this_machine_is_estimated(tmp_path: Path, capsys: Capsys) -> None:
     model = tmp_path / "model.py"
     model.write_text(MODEL.replace("32", "60_000"))  # 115 GB
     machine = ["--ranks", "8", "--memory", "120GB", "--batch", "8", "--rows", "1", "--device", "h100"]
@@ -242,9 +241,7 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
         (["--profile", "PROFILE", "--copies", "--inference"], "--copies: with --inference, no plan has a stage on two"),
     ],
 )
-def test_what_cannot_be_planned(
-    arguments: list[str], told: str, profile: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_planned(arguments: list[str], told: str, profile: str, capsys: Capsys) -> None:
     given = [profile if argument == "PROFILE" else argument for argument in arguments]
     code = main(["autoplan", "--ranks", "2", "--batch", "8", *given])
     assert code == (1 if told.startswith("found nothing that fits") else 2)
@@ -252,15 +249,13 @@ def test_what_cannot_be_planned(
 
 
 @pytest.mark.parametrize(("device", "limit"), [("h100", "64 GB"), ("H200", "113 GB")])
-def test_a_limit_is_a_share_of_the_device(
-    device: str, limit: str, profile: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_limit_is_a_share_of_the_device(device: str, limit: str, profile: str, capsys: Capsys) -> None:
     given = ["--ranks", "2", "--batch", "8", "--device", device, "--memory", "80%", "--time-limit", "600"]
     assert main(["autoplan", "--profile", profile, *given]) == 0
     assert f" of {limit}" in capsys.readouterr().out
 
 
-def test_the_largest_machine_is_looked_at(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_machine_is_looked_at(profile: str, capsys: Capsys) -> None:
     largest = ["--ranks", "100000", "--batch", "8", "--time-limit", "600"]
     assert main(["autoplan", "--profile", profile, *largest]) == 0
     assert " of 100000" in capsys.readouterr().out
@@ -329,7 +324,7 @@ def test_stages_made_by_hand_are_merged_into_those_of_a_plan(tmp_path: Path) -> 
 
 
 def test_a_plan_for_other_machines_says_why(
-    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    profile: str, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "plan.json"
     export = f"  rota export torchtitan {output} --model MODEL.py:make_model -o titan    # or megatron, deepspeed\n"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from cli.test_cli import Capsys
 from rota.cli import main
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.saved import File, Manifest, damage, digest, read_saved
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.dist
 FILE = File(3, "", ())  # which is not there
 
 
-def cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def cli(capsys: Capsys, *arguments: object) -> tuple[int, str, str]:
     code = main(["checkpoint", *map(str, arguments)])
     return code, *capsys.readouterr()
 
@@ -40,7 +41,7 @@ def save_twice(rank: int, folder: Path) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in training.pipeline.named_parameters()}
 
 
-def test_ls_verify_and_export(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_verify_and_export(pool: Pool, tmp_path: Path, capsys: Capsys) -> None:
     by_rank = pool.run(2, save_twice, tmp_path)
     code, out, _ = cli(capsys, "ls", tmp_path)
     assert code == 0
@@ -74,9 +75,7 @@ def damage_file(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_verify_finds_every_damaged_and_missing_file(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_finds_every_damaged_and_missing_file(pool: Pool, tmp_path: Path, capsys: Capsys) -> None:
     pool.run(2, save_twice, tmp_path)
     files = sorted((tmp_path / "step-2").iterdir())
     names = [file.name for file in files if file.name != "rota.json"]
@@ -106,9 +105,7 @@ def write_signed(path: Path, manifest: str) -> None:
     path.write_text(json.dumps({**document, "sha256": digest(document)}))
 
 
-def test_verify_finds_what_does_not_belong_together(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_finds_what_does_not_belong_together(pool: Pool, tmp_path: Path, capsys: Capsys) -> None:
     pool.run(2, save_model, tmp_path)
     path = tmp_path / "step-2" / "rota.json"
     text = path.read_text()
@@ -168,7 +165,7 @@ def saved_model(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsys: Capsys) -> None:
     for step in (5, 10, 15):
         partial = checkpoint_folder.begin(tmp_path, step)
         saved = Manifest(step, step, {"note\x1b[2J": "\x1b[2J"}, 2, 1, ("a",), {}, (FILE,), None)
@@ -188,7 +185,7 @@ def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path, capsy
     assert (code, "damaged: step-10" in err) == (1, True)
 
 
-def test_names_of_folders_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_folders_cannot_move_the_cursor(tmp_path: Path, capsys: Capsys) -> None:
     partial = checkpoint_folder.begin(tmp_path, 1)
     (partial / "rota.json").write_text(Manifest(1, 1, {}, 2, 1, ("a",), {}, (FILE,), None).to_json())
     partial.rename(partial.with_suffix(""))
@@ -201,7 +198,7 @@ def test_names_of_folders_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("name", ["rota.json", "rank-0.safetensors"])
 def test_what_is_no_plain_file_is_refused_unopened(
-    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    saved_model: Path, tmp_path: Path, capsys: Capsys, name: str
 ) -> None:
     """A pipe that nobody writes to would be waited for; a device may never end; a link may lead to a user's secrets."""
     folder = Path(shutil.copytree(saved_model / "step-2", tmp_path / "step-2"))
@@ -217,9 +214,7 @@ def test_what_is_no_plain_file_is_refused_unopened(
         (folder / name).unlink()
 
 
-def test_export_tells_all_that_can_go_wrong(
-    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_tells_all_that_can_go_wrong(saved_model: Path, tmp_path: Path, capsys: Capsys) -> None:
     exported = tmp_path / "model.safetensors"
     for folder in (tmp_path / "nowhere", tmp_path, saved_model / "step-2" / "rota.json", "x" * 5000):
         code, out, err = cli(capsys, "export", folder, "-o", exported)

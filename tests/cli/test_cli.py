@@ -24,8 +24,10 @@ from support import ROOT
 from support.model_file import MODEL
 from support.parsing import ALL
 
+Capsys = pytest.CaptureFixture[str]
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+
+def run(capsys: Capsys, *arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
     code = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
@@ -33,13 +35,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 @pytest.fixture
-def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def plan_file(tmp_path: Path, capsys: Capsys) -> Path:
     path = tmp_path / "plan.json"
     assert run(capsys, "plan", "1f1b", "--ranks", 3, "--microbatches", 4, "-o", path)[0] == 0
     return path
 
 
-def test_check_proves_the_order_on_devices(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_proves_the_order_on_devices(plan_file: Path, capsys: Capsys) -> None:
     code, out, _ = run(capsys, "check", plan_file, "--device")
     assert code == 0
     # 24 ops, 16 messages with two sides each, and a reduction per stage.
@@ -48,9 +50,7 @@ def test_check_proves_the_order_on_devices(plan_file: Path, capsys: pytest.Captu
     assert run(capsys, "check", plan_file)[1] in out
 
 
-def test_check_proves_the_order_on_pytorch_s_engine(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_proves_the_order_on_pytorch_s_engine(plan_file: Path, tmp_path: Path, capsys: Capsys) -> None:
     code, out, _ = run(capsys, "check", plan_file, "--torch")
     assert code == 0
     # 24 ops, and 16 messages with two sides each.
@@ -65,7 +65,7 @@ def test_check_proves_the_order_on_pytorch_s_engine(
 
 
 def test_plan_show_and_compare_pass_files_on(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plan_file: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeline = tmp_path / "timeline.json"
     assert run(capsys, "check", plan_file)[0] == 0
@@ -100,7 +100,7 @@ def test_plan_show_and_compare_pass_files_on(
     assert "slower ops" in out
 
 
-def test_csv_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_is_written_and_read(tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "plan.csv"
     arguments = ["--stages", 4, "--ranks", 2, "--microbatches", 3, "-o", path]
     assert run(capsys, "plan", "gpipe", *arguments)[0] == 0
@@ -115,7 +115,7 @@ def test_csv_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "µs" not in out
 
 
-def test_times_of_a_csv_are_assumed_or_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_of_a_csv_are_assumed_or_given(tmp_path: Path, capsys: Capsys) -> None:
     path, costs, timeline = tmp_path / "plan.csv", tmp_path / "costs.json", tmp_path / "timeline.json"
     given = Costs(forward_us=(5, 7, 6, 8), backward_us=(11, 13, 12, 14))
     costs.write_text(given.to_json())
@@ -163,9 +163,7 @@ def costs_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_profile_given_for_costs_is_told_where_it_belongs(
-    costs_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_given_for_costs_is_told_where_it_belongs(costs_file: Path, capsys: Capsys) -> None:
     costs_file.write_text('{"rota": "profile"}')
     code, _, error = run(capsys, "plan", "1f1b", "--costs", costs_file, "--microbatches", 8)
     assert (code, error.count("\n")) == (2, 1)
@@ -175,7 +173,7 @@ def test_a_profile_given_for_costs_is_told_where_it_belongs(
     )
 
 
-def test_schedules_compares_all_on_measured_costs(costs_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedules_compares_all_on_measured_costs(costs_file: Path, capsys: Capsys) -> None:
     code, out, _ = run(capsys, "plan", "all", "--costs", costs_file, "--microbatches", 8, "--json")
     assert code == 0
     rows = {row["name"]: row for row in json.loads(out)}
@@ -185,9 +183,7 @@ def test_schedules_compares_all_on_measured_costs(costs_file: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("name", [f.name for f in FAMILIES if f.stages_per_rank == 1 and f.name != "seq1f1b"])
-def test_what_measured_costs_lack_is_assumed_and_told(
-    name: str, costs_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_measured_costs_lack_is_assumed_and_told(name: str, costs_file: Path, capsys: Capsys) -> None:
     code, out, _ = run(capsys, "plan", name, "--costs", costs_file, "--microbatches", 8)
     told = {
         "split": ["I and W each take half of the backward, as the costs have no weight_us"],
@@ -200,7 +196,7 @@ def test_what_measured_costs_lack_is_assumed_and_told(
     ]
 
 
-def test_ranks_without_work_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_without_work_are_told(capsys: Capsys) -> None:
     code, _, error = run(capsys, "plan", "1f1b", "--ranks", 8, "--stages", 4, "--microbatches", 4)
     assert code == 0
     assert error == "rota plan: warning: 4 of 8 ranks have nothing to do; give more stages, or --ranks 4\n"
@@ -246,7 +242,7 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
         ),
     ],
 )
-def test_errors(arguments: list[str], code: int, told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors(arguments: list[str], code: int, told: list[str], capsys: Capsys) -> None:
     got, _, error = run(capsys, *arguments)
     assert got == code
     assert error.count("\n") == 1
@@ -265,9 +261,7 @@ def test_errors(arguments: list[str], code: int, told: list[str], capsys: pytest
         ("cycle.csv", "0B0,0F0\n1F0,1B0\n", 1, ["refused", "cycle", "0F0 comes after 0B0 in rank 0's order"]),
     ],
 )
-def test_bad_files(
-    name: str, text: str, code: int, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_files(name: str, text: str, code: int, told: list[str], tmp_path: Path, capsys: Capsys) -> None:
     got, _, error = run(capsys, "check", _corrupt(tmp_path, name, text))
     assert got == code
     assert error.count("\n") == 1
@@ -284,7 +278,7 @@ OPTIONAL = {  # without these, there is one thing less to read or to write
 
 @pytest.mark.parametrize("name", ALL)
 def test_help_teaches_by_example_and_says_every_default(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for flag in ("-h", "--help"):
         code, out, _ = run(capsys, *name.split(), flag)
@@ -313,7 +307,7 @@ def test_the_page_of_commands_has_all() -> None:
     ],
 )
 def test_reports_fit_the_terminal(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     curve = rota.Curve(60, 0.02, 4e-6)
@@ -326,7 +320,7 @@ def test_reports_fit_the_terminal(
     assert [line for line in out.splitlines() if len(line) > 60] == []
 
 
-def test_bare_command_shows_the_first_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bare_command_shows_the_first_commands(capsys: Capsys) -> None:
     code, out, _ = run(capsys)
     assert code == 0
     assert [line.split()[1] for line in out.splitlines() if line.startswith("  rota ")] == [

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.test_cli import Capsys
 from rota import diagnosis
 from rota.cli import main
 from rota.diagnosis import Finding, Report
@@ -28,7 +29,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.dist
-def test_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys) -> None:
     path = tmp_path / "doctor.json"
     for name, value in WITHOUT_DEVICES.items():
         monkeypatch.setenv(name, value)
@@ -65,7 +66,7 @@ def test_where_torch_is_not_installed() -> None:
     assert re.search(r"skipped +self-test +there is no PyTorch", done.stdout)
 
 
-def test_a_problem_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     report = Report((Finding("problem", "self-test", "it broke", "fix it"),), {})
     monkeypatch.setattr(diagnosis, "examine", lambda num_ranks: report)
     assert main(["doctor"]) == 1
@@ -74,7 +75,7 @@ def test_a_problem_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert json.loads(capsys.readouterr().out)["verdict"] == "problem"
 
 
-def test_ranks_are_the_launchers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_are_the_launchers(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     monkeypatch.setenv("RANK", "0")
     assert main(["doctor", "--ranks", "2"]) == 2
     assert "--ranks: the launcher has already started the processes; leave --ranks out" in capsys.readouterr().err

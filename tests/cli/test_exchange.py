@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_cli import run
+from cli.test_cli import Capsys, run
 from rota import Cluster, Costs, Plan, interleaved, place
 from rota.core.costs import assumed_costs
 from rota.core.plan import Usage
@@ -81,7 +81,7 @@ def stages_of(told: str) -> list[str]:
     return re.findall(r"^stage \d.*: (.*)$", told, flags=re.MULTILINE)
 
 
-def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchtitan(here: Path, capsys: Capsys) -> None:
     export = ["export", "torchtitan", "plan.json", "--model"]
     names = ["tok_embeddings layers.0", "layers.1", "layers.2 layers.3", "output"]
     for model, cuts in (("plain", "layers.1,layers.2,output"), ("marked", "0,1,marks[3]")):
@@ -111,7 +111,7 @@ def test_torchtitan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun --nproc_per_node 4 " in out
 
 
-def test_megatron_counts_transformer_layers_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatron_counts_transformer_layers_alone(here: Path, capsys: Capsys) -> None:
     """What autoplan counts may be norms and heads as well."""
     plan = Plan.from_json((here / "cut.json").read_text())
     usage = Usage(("3", "5", "7"), 1, 1, (3, 2, 2, 4))
@@ -125,7 +125,7 @@ def test_megatron_counts_transformer_layers_alone(here: Path, capsys: pytest.Cap
     assert out.endswith("save it: E|t*3|t*4|L\n")
 
 
-def test_torchtitan_makes_no_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchtitan_makes_no_weights(here: Path, capsys: Capsys) -> None:
     """A model too large for any memory, with its layers in a file beside it that is imported late."""
     (here / "sub").mkdir()
     (here / "sub" / "neighbour.py").write_text(
@@ -171,9 +171,7 @@ EXPORT = "export torchtitan plan.json --model"
         ("import torchtitan empty.json", "empty.json: parallelism has neither of pipeline_parallel_module_fqns_per"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(
-    command: str, told: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_told_in_a_line(command: str, told: str, here: Path, capsys: Capsys) -> None:
     (here / "good.txt").write_text("Et|tt|tt|tL")
     (here / "empty.json").write_text("{}")
     before = sorted(here.rglob("*.*"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rota
-from cli.test_cli import run
+from cli.test_cli import Capsys, run
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota import Curve, Plan, SizeModel, check
 from rota.core.layers import Profile
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
     ],
 )
-def test_what_does_not_fit_in_memory_is_a_failure(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_in_memory_is_a_failure(command: str, told: str, capsys: Capsys) -> None:
     code, _, error = run(capsys, *command.split())
     assert told in error
     assert code == 1
@@ -58,7 +58,7 @@ def sizes(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_batch_gets_its_plan(sizes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_batch_gets_its_plan(sizes: Path, tmp_path: Path, capsys: Capsys) -> None:
     lengths, folder = tmp_path / "lengths.json", tmp_path / "plans"
     lengths.write_text(json.dumps(LENGTHS))
     code, out, _ = run(capsys, "plan-batch", sizes, lengths, "--limit", "40MB", "-o", folder)
@@ -78,9 +78,7 @@ def test_each_batch_gets_its_plan(sizes: Path, tmp_path: Path, capsys: pytest.Ca
         ('[130, "long"]', "expected the lengths of a batch as whole numbers, such as [130, 85, 2300]"),
     ],
 )
-def test_lengths_that_cannot_be_planned(
-    text: str, told: str, sizes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lengths_that_cannot_be_planned(text: str, told: str, sizes: Path, tmp_path: Path, capsys: Capsys) -> None:
     lengths = tmp_path / "lengths.json"
     lengths.write_text(text)
     code, _, error = run(capsys, "plan-batch", sizes, lengths, "--limit", "40MB")

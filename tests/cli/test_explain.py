@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_cli import run
+from cli.test_cli import Capsys, run
 from rota import schedules
 from rota.accounting import explain
 from rota.cli.screen import transfers_text
@@ -33,18 +33,14 @@ def measured_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_explain_says_why_against_the_timelines_own_plan(
-    measured_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_says_why_against_the_timelines_own_plan(measured_file: Path, capsys: Capsys) -> None:
     code, out, _ = run(capsys, "explain", measured_file)
     assert (code, out) == (0, explain(MEASURED, PLAN).to_text() + COUNTED)
     assert "slower" in out
     assert run(capsys, "explain", measured_file, "--cores", 1)[1] == explain(MEASURED, PLAN, 1).to_text() + COUNTED
 
 
-def test_which_step_a_measured_timeline_has_is_told(
-    measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_which_step_a_measured_timeline_has_is_told(measured_file: Path, tmp_path: Path, capsys: Capsys) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(PLAN.to_json())
     told = f"{measured_file} has one step (the last one, if `rota run` wrote it); other steps may differ\n"
@@ -53,7 +49,7 @@ def test_which_step_a_measured_timeline_has_is_told(
     assert run(capsys, "explain", plan)[2] == ""
 
 
-def test_calibrate_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_writes_what_it_says(tmp_path: Path, capsys: Capsys) -> None:
     timeline, better = tmp_path / "measured.json", tmp_path / "better.json"
     timeline.write_text(simulate(PLAN).to_json())
     _, out, _ = run(capsys, "calibrate", timeline, "--plan", "1f1b", "-o", better)
@@ -64,7 +60,7 @@ def test_calibrate_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("columns", [60, 45])
 def test_explain_fits_the_terminal(
-    columns: int, measured_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    columns: int, measured_file: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, wide, _ = run(capsys, "explain", measured_file, "--cores", 1)
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -75,7 +71,7 @@ def test_explain_fits_the_terminal(
 
 
 def test_explain_takes_a_plan_another_timeline_and_writes_json(
-    measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    measured_file: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(PLAN.to_json())
@@ -87,7 +83,7 @@ def test_explain_takes_a_plan_another_timeline_and_writes_json(
     assert "slower" not in fields["by_cause_us"]
 
 
-def test_a_trace_is_imported_explained_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_is_imported_explained_and_kept(tmp_path: Path, capsys: Capsys) -> None:
     path, output = tmp_path / "trace.json", tmp_path / "timeline.json"
     names = (
         ("PP:0F0", 0, 5),
@@ -126,7 +122,7 @@ def test_color_where_there_is_one_and_the_user_did_not_say_no(
     term: str,
     colored: bool,
     measured_file: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capsys,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rota
+from cli.test_cli import Capsys
 from planning.test_autoplan import UNEVEN, layer_costs
 from rota.cli import main
 from rota.core.layers import Profile
@@ -32,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def report(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+def report(capsys: Capsys, *words: str, code: int = 0) -> dict[str, Any]:
     assert main([*words, "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -45,7 +46,7 @@ def test_every_report_has_json(name: str) -> None:
 
 
 @pytest.mark.usefixtures("folder", "time_is_work")
-def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans(capsys: Capsys) -> None:
     step = ["--ranks", "2", "--microbatches", "4"]
     named = report(capsys, "plan", "zb_h1", *step, "-o", "named.json")
     assert named["schedule"] == "zb_h1"
@@ -62,7 +63,7 @@ def test_plans(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+def test_profiles(capsys: Capsys) -> None:
     Path("model.py").write_text(MODEL)
     profile = report(capsys, "profile", "model.py", "--device", "h100", "--rows", "1,2", "-o", "profile.json")
     assert [layers["rows"] for layers in profile["layers"]] == [1, 2]
@@ -70,7 +71,7 @@ def test_profiles(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_plans_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_and_runs(capsys: Capsys) -> None:
     simulated = report(capsys, "show", "plan.json", "--timeline", "timeline.json")
     assert simulated["makespan_us"] == rota.simulate(PLAN).makespan_us
     assert simulated["peak_memory_bytes"] == [21, 14, 7]
@@ -89,7 +90,7 @@ def test_plans_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_refused_plan_is_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_plan_is_no_report(capsys: Capsys) -> None:
     full = rota.place(rota.Costs.uniform(3, 100, 200, activation_bytes=7), rota.Cluster.uniform(3, 20))
     Path("full.json").write_text(rota.schedules.gpipe(full, 4).to_json())
     assert main(["check", "full.json", "--json"]) == 1
@@ -99,7 +100,7 @@ def test_a_refused_plan_is_no_report(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.usefixtures("time_is_work")
-def test_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("profile.json").write_text(Profile((layer_costs(1, UNEVEN),)).to_json())
     machine = ["--ranks", "2", "--batch", "8", "--time-limit", "600", "-o", "plan.json"]

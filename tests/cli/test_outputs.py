@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.test_cli import Capsys
 from rota import Timeline
 from rota.cli import main
 from rota.core.writing import whole_file, write_text
@@ -19,7 +20,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def rota(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str]:
+def rota(capsys: Capsys, command: str) -> tuple[int, str]:
     """Exit code and standard error."""
     return main(command.split()), capsys.readouterr().err
 
@@ -28,7 +29,7 @@ PLAN = "plan 1f1b --ranks 3 --microbatches 4 -o plan.json"
 
 
 @pytest.fixture
-def files(capsys: pytest.CaptureFixture[str]) -> None:
+def files(capsys: Capsys) -> None:
     """plan.json, planned.json, and measured.json, in which everything takes longer."""
     assert rota(capsys, PLAN)[0] == 0
     assert rota(capsys, "show plan.json --timeline planned.json")[0] == 0
@@ -54,7 +55,7 @@ def files(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 @pytest.mark.usefixtures("files")
-def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: Capsys) -> None:
     name = next(word for word in command.split() if word.startswith("there"))
     path = Path(name, "kept.txt") if name == "there" else Path(name)
     path.parent.mkdir(exist_ok=True)
@@ -84,9 +85,7 @@ def test_what_is_there_is_written_over_by_force_alone(command: str, capsys: pyte
 )
 @pytest.mark.parametrize("place", ["absent", "plan.json"])
 @pytest.mark.usefixtures("files")
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(
-    command: str, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(command: str, place: str, capsys: Capsys) -> None:
     """Before the files are read, of which some are not there."""
     before = sorted(os.listdir())
     code, error = rota(capsys, command.replace("PLACE", place))
@@ -99,13 +98,13 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     "command", ["demo -o plan.json/x", "export torchtitan plan.json --model m.py:f -o plan.json/x"]
 )
 @pytest.mark.usefixtures("files")
-def test_a_folder_that_cannot_be_made_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(command: str, capsys: Capsys) -> None:
     code, error = rota(capsys, command)
     assert (code, "cannot make the folder plan.json/x: " in error, error.count("\n")) == (2, True, 1)
 
 
 @pytest.mark.usefixtures("files")
-def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_force_does_not_write_over_what_the_command_reads(capsys: Capsys) -> None:
     before = Path("plan.json").read_text()
     code, error = rota(capsys, "show plan.json --force -o plan.json")
     assert (code, "is read by the command" in error) == (2, True)
@@ -123,7 +122,7 @@ def test_force_does_not_write_over_what_the_command_reads(capsys: pytest.Capture
     ],
 )
 @pytest.mark.usefixtures("files")
-def test_the_right_command_is_told(command: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_right_command_is_told(command: str, told: str, capsys: Capsys) -> None:
     before = sorted(os.listdir())
     code, error = rota(capsys, command)
     assert (code, error.count("\n")) == (2, 1)
@@ -132,7 +131,7 @@ def test_the_right_command_is_told(command: str, told: str, capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("files")
-def test_two_measured_timelines_are_compared_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_measured_timelines_are_compared_with_a_word(capsys: Capsys) -> None:
     one_step = (
         "rota compare: measured.json has one step (the last one, if `rota run` wrote it); other steps may differ\n"
     )
@@ -168,7 +167,7 @@ def test_links_are_followed_and_modes_are_the_usual_ones() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_two_things_do_not_go_into_one_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_things_do_not_go_into_one_file(capsys: Capsys) -> None:
     code, error = rota(capsys, "calibrate measured.json -o a.json --costs ./a.json --force")
     assert (code, error) == (
         2,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.test_cli import Capsys
 from rota import Size, SizeModel, split
 from rota.cli import main
 from rota.core.layers import Profile
@@ -42,15 +43,13 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def run(capsys: Capsys, *arguments: object) -> tuple[int, str, str]:
     code = main(["profile", *map(str, arguments)])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-def test_a_profile_is_written_for_each_number_of_rows(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_is_written_for_each_number_of_rows(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     output = tmp_path / "profile.json"
     code, out, _ = run(capsys, model, "--rows", "4,1", "-o", output)
     assert code == 0
@@ -68,9 +67,7 @@ def test_a_profile_is_written_for_each_number_of_rows(
     assert [(row[0], row[-1].strip()) for row in table] == 2 * [*zip("123", profile[4].contents, strict=True)]
 
 
-def test_an_estimate_makes_the_model_where_it_takes_no_memory(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_estimate_makes_the_model_where_it_takes_no_memory(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     huge = MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, 8 * 10**9)").replace(
         "nn.Linear(8, 2)", "nn.Linear(8 * 10**9, 2)"
     )
@@ -97,7 +94,7 @@ def make_model():
 
 
 def test_weights_that_a_model_loads_are_left_out_of_an_estimate_in_one_sentence(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     model.write_text(MODEL + OPTIMIZER + LOADS)
     with pytest.warns(UserWarning, match="a warning of the model's own") as told:
@@ -107,7 +104,7 @@ def test_weights_that_a_model_loads_are_left_out_of_an_estimate_in_one_sentence(
     assert len(told) == 1
 
 
-def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     cache = tmp_path / "cache"
     assert run(capsys, model, "--device", "h100", "--cache", cache)[0] == 0
     (file,) = cache.iterdir()
@@ -135,7 +132,7 @@ def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: py
         (MODEL.replace("torch.zeros(rows, 4)", "torch.zeros(3, 4)"), "the batch for 2 rows has 3; return 2"),
     ],
 )
-def test_what_a_file_lacks_is_told(source: str, told: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_file_lacks_is_told(source: str, told: str, model: Path, capsys: Capsys) -> None:
     model.write_text(source)
     code, out, error = run(capsys, model, "--rows", "2")
     assert code in (1, 2)
@@ -144,7 +141,7 @@ def test_what_a_file_lacks_is_told(source: str, told: str, model: Path, capsys: 
     assert "Traceback" not in error
 
 
-def test_options_that_do_not_belong_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_belong_are_refused(model: Path, capsys: Capsys) -> None:
     for arguments, told in (
         (("links", "--rows", "2"), "--rows is for a model"),
         (
@@ -182,7 +179,7 @@ def loss_fn(output, target):
 """
 
 
-def test_costs_by_length_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_by_length_are_fitted(tmp_path: Path, capsys: Capsys) -> None:
     path, output = tmp_path / "model.py", tmp_path / "sizes.json"
     path.write_text(LENGTHS)
     code, out, _ = run(capsys, path, "--lengths", "4,8,16", "--rows", "1,3", "--stages", "2", "-o", output)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_cli import run as run_here
+from cli.test_cli import Capsys, run as run_here
 from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.schedules import NAMED
 from support import ROOT
@@ -84,9 +84,7 @@ def write_plan(folder: Path) -> None:
     (folder / "plan.json").write_text(plan.to_json())
 
 
-def refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str]:
+def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys, *arguments: str) -> tuple[int, str]:
     """Exit code and standard error of `rota run …` in this process, which starts no other."""
     (folder / "train.py").write_text("print('started')")
     monkeypatch.chdir(folder)
@@ -96,7 +94,7 @@ def refused(
 
 
 def test_every_option_after_the_script_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys
 ) -> None:
     """It is the script's: `rota run` does not take it."""
     passed_on: list[list[str]] = []
@@ -118,7 +116,7 @@ def test_every_option_after_the_script_is_reported(
 
 
 def test_ctrl_c_before_there_is_a_pipeline_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt("no rank had made a rota.Pipeline")
@@ -195,9 +193,7 @@ def test_the_page_on_meshes_does_what_it_says(pool: Pool, tmp_path: Path) -> Non
     assert words in output_of(pool, tmp_path, f"rota {without}")
 
 
-def test_a_mesh_that_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mesh_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys) -> None:
     write_plan(tmp_path)
     code, error = refused(tmp_path, monkeypatch, capfd, "--mesh", "pp=3", "plan.json", "train.py")
     assert code == 2

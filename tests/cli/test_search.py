@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_cli import run
+from cli.test_cli import Capsys, run
 from rota import Costs, Plan, check, simulate
 from rota.cli import screen
 from rota.cli.files import read_plan
@@ -17,7 +17,6 @@ from rota.cli.files import read_plan
 pytestmark = pytest.mark.usefixtures("time_is_work")
 
 CHAIN = ["--ranks", "4", "--forward-us", "100", "--backward-us", "100", "--weight-us", "100"]
-Capsys = pytest.CaptureFixture[str]
 
 
 def test_plan_search_writes_what_it_proves(tmp_path: Path, capsys: Capsys) -> None:
@@ -148,7 +147,7 @@ def test_snapshots_are_for_restarts(tmp_path: Path, capsys: Capsys) -> None:
 
 @pytest.mark.parametrize(("every_s", "printed"), [(1e6, ""), (-1.0, "starting\nplanning\n")])
 def test_progress_without_a_terminal(
-    every_s: float, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    every_s: float, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     monkeypatch.setattr(screen, "_EVERY_S", every_s)
     with screen.progress_line() as show:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_cli import run
+from cli.test_cli import Capsys, run
 from rota import calibration
 from rota.cli.screen import FREE, transfers_text
 from rota.core.cluster import Cluster, Link, SharedLink
@@ -48,9 +48,7 @@ def test_nothing_is_said_where_nothing_is_sent() -> None:
     assert transfers_text(place(Costs.uniform(2), Cluster.uniform(1), (0, 0))) == ""
 
 
-def test_measured_links_go_into_the_plan_and_are_told_by_every_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measured_links_go_into_the_plan_and_are_told_by_every_command(tmp_path: Path, capsys: Capsys) -> None:
     cluster = Cluster((None, None), Link(5, 100), shared=(HOST,))
     links, plan = tmp_path / "cluster.json", tmp_path / "plan.json"
     links.write_text(cluster.to_json())
@@ -77,14 +75,14 @@ def test_measured_links_go_into_the_plan_and_are_told_by_every_command(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "search"])
-def test_free_transfers_are_in_the_first_line(capsys: pytest.CaptureFixture[str], schedule: str) -> None:
+def test_free_transfers_are_in_the_first_line(capsys: Capsys, schedule: str) -> None:
     step = ("plan", schedule, "--ranks", "2", "--microbatches", "2")
     assert run(capsys, *step)[1].startswith("Transfers are counted as free; give --link or --links ")
     assert "counted as free" not in run(capsys, *step, "--link", "5us")[1]
     assert "counted as free" not in run(capsys, "plan", "1f1b", "--ranks", "1", "--microbatches", "2")[1]
 
 
-def test_costs_of_a_run_are_planned_with_its_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_of_a_run_are_planned_with_its_links(tmp_path: Path, capsys: Capsys) -> None:
     placement = place(Costs.uniform(2, boundary_bytes=80), Cluster((None, None), Link(5, 100), shared=(HOST,)))
     measured, costs, output = (tmp_path / name for name in ("measured.json", "costs.json", "better.json"))
     measured.write_text(simulate(one_f_one_b(placement, 4)).to_json())
@@ -107,16 +105,14 @@ def test_costs_of_a_run_are_planned_with_its_links(tmp_path: Path, capsys: pytes
         (("--ranks", "2", "--link", "5us", "--links"), "has all links; leave --link out"),
     ],
 )
-def test_links_that_do_not_fit_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
-) -> None:
+def test_links_that_do_not_fit_are_refused(tmp_path: Path, capsys: Capsys, options: tuple[str, ...], told: str) -> None:
     links = tmp_path / "cluster.json"
     links.write_text(Cluster.uniform(2).to_json())
     code, _, errors = run(capsys, "plan", "1f1b", "--microbatches", "4", *options, links)
     assert (code != 0, told in errors) == (True, True)
 
 
-def test_snapshots_that_costs_count_are_planned_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_snapshots_that_costs_count_are_planned_and_kept(tmp_path: Path, capsys: Capsys) -> None:
     """Two copies of parameters and an optimizer's state, of 1 MB each."""
     costs, output = tmp_path / "costs.json", tmp_path / "plan.json"
     counted = Costs.uniform(2, 100, 200, static_bytes=3_000_000, state_bytes=2_000_000).with_snapshots()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import rota
+from cli.test_cli import Capsys
 from rota.cli import main
 from rota.core.plan import Usage
 from support.commands import output_of
@@ -81,7 +82,7 @@ def plan(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_an_exact_model_and_the_report_as_json(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exact_model_and_the_report_as_json(plan: str, tmp_path: Path, capfd: Capsys) -> None:
     model = tmp_path / "model.py"
     model.write_text(MODEL.format(extra=""))
     assert main(["verify", plan, str(model), "--rows", "2", "--json"]) == 0
@@ -114,7 +115,7 @@ def on_pool(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("on_pool")
-def test_a_missing_gradient_is_in_the_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gradient_is_in_the_report(tmp_path: Path, capfd: Capsys) -> None:
     plan, model = on_one_rank(tmp_path), tmp_path / "model.py"
     detached = BY_HAND.replace("super().forward(x) + 0.1", "nn.functional.linear(x, self.weight.detach(), self.bias)")
     model.write_text(detached)
@@ -146,7 +147,7 @@ def test_a_run_verifies_before_its_first_step(plan: str, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("on_pool")
-def test_a_plan_whose_cuts_the_model_lacks_is_wrong_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_whose_cuts_the_model_lacks_is_wrong_input(tmp_path: Path, capfd: Capsys) -> None:
     plan, model = on_one_rank(tmp_path, usage=Usage(("blocks.4",), 1)), tmp_path / "model.py"
     model.write_text(MODEL.format(extra=""))
     assert main(["verify", plan, str(model)]) == 2
@@ -155,7 +156,7 @@ def test_a_plan_whose_cuts_the_model_lacks_is_wrong_input(tmp_path: Path, capfd:
     assert "Traceback" not in told
 
 
-def test_refusals(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(plan: str, tmp_path: Path, capsys: Capsys) -> None:
     model = tmp_path / "model.py"
     model.write_text("make_model = None")
     assert main(["verify", plan, str(model)]) == 2
