@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.test_cli import Capsys
+from cli.test_cli import Capsys, run
 from rota import Size, SizeModel, split
-from rota.cli import main
 from rota.core.layers import Profile
 from rota.planning.model_file import load_model_file, profile_file
 from rota.planning.request import Measuring
@@ -43,15 +42,9 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def run(capsys: Capsys, *arguments: object) -> tuple[int, str, str]:
-    code = main(["profile", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def test_a_profile_is_written_for_each_number_of_rows(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     output = tmp_path / "profile.json"
-    code, out, _ = run(capsys, model, "--rows", "4,1", "-o", output)
+    code, out, _ = run(capsys, "profile", model, "--rows", "4,1", "-o", output)
     assert code == 0
     profile = Profile.from_json(output.read_text())
     assert [*profile] == [1, 4]
@@ -73,7 +66,7 @@ def test_an_estimate_makes_the_model_where_it_takes_no_memory(model: Path, tmp_p
     )
     model.write_text(huge + OPTIMIZER)
     output = tmp_path / "profile.json"
-    code, out, _ = run(capsys, model, "--device", "h100", "-o", output)
+    code, out, _ = run(capsys, "profile", model, "--device", "h100", "-o", output)
     assert code == 0
     assert "estimated for h100" in out
     assert Profile.from_json(output.read_text())[1].parameter_bytes[0] == 5 * 8 * 10**9 * 4
@@ -98,7 +91,7 @@ def test_weights_that_a_model_loads_are_left_out_of_an_estimate_in_one_sentence(
 ) -> None:
     model.write_text(MODEL + OPTIMIZER + LOADS)
     with pytest.warns(UserWarning, match="a warning of the model's own") as told:
-        code, out, error = run(capsys, model, "--device", "h100", "-o", tmp_path / "profile.json")
+        code, out, error = run(capsys, "profile", model, "--device", "h100", "-o", tmp_path / "profile.json")
     assert (code, "estimated for h100" in out) == (0, True)
     assert error == f"{model} loads weights: they are left out here, because only their shapes are needed\n"
     assert len(told) == 1
@@ -106,17 +99,17 @@ def test_weights_that_a_model_loads_are_left_out_of_an_estimate_in_one_sentence(
 
 def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     cache = tmp_path / "cache"
-    assert run(capsys, model, "--device", "h100", "--cache", cache)[0] == 0
+    assert run(capsys, "profile", model, "--device", "h100", "--cache", cache)[0] == 0
     (file,) = cache.iterdir()
     assert file.name == "sequential-h100.json"
     before = file.read_text()
-    assert run(capsys, model, "--device", "h100", "--cache", cache)[0] == 0
+    assert run(capsys, "profile", model, "--device", "h100", "--cache", cache)[0] == 0
     assert file.read_text() == before
     model.write_text(MODEL)
-    code, _, error = run(capsys, model, "--device", "h100", "--cache", cache)
+    code, _, error = run(capsys, "profile", model, "--device", "h100", "--cache", cache)
     assert (code, error.count("\n")) == (2, 1)
     assert "is stale: optimizer was make_optimizer" in error
-    assert run(capsys, model, "--device", "h100", "--cache", cache, "--refresh")[0] == 0
+    assert run(capsys, "profile", model, "--device", "h100", "--cache", cache, "--refresh")[0] == 0
     assert "optimizer was" not in file.read_text() != before
 
 
@@ -134,7 +127,7 @@ def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: Ca
 )
 def test_what_a_file_lacks_is_told(source: str, told: str, model: Path, capsys: Capsys) -> None:
     model.write_text(source)
-    code, out, error = run(capsys, model, "--rows", "2")
+    code, out, error = run(capsys, "profile", model, "--rows", "2")
     assert code in (1, 2)
     assert out == ""
     assert told in error
@@ -150,7 +143,7 @@ def test_options_that_do_not_belong_are_refused(model: Path, capsys: Capsys) -> 
         ),
         ((model, "--device", "h10"), "did you mean h100?"),
     ):
-        code, out, error = run(capsys, *arguments)
+        code, out, error = run(capsys, "profile", *arguments)
         assert code in (1, 2)
         assert out == ""
         assert told in error
@@ -182,7 +175,7 @@ def loss_fn(output, target):
 def test_costs_by_length_are_fitted(tmp_path: Path, capsys: Capsys) -> None:
     path, output = tmp_path / "model.py", tmp_path / "sizes.json"
     path.write_text(LENGTHS)
-    code, out, _ = run(capsys, path, "--lengths", "4,8,16", "--rows", "1,3", "--stages", "2", "-o", output)
+    code, out, _ = run(capsys, "profile", path, "--lengths", "4,8,16", "--rows", "1,3", "--stages", "2", "-o", output)
     assert code == 0
     assert "differ from measured ones by at most" in out
     model = SizeModel.from_json(output.read_text())
@@ -195,6 +188,6 @@ def test_costs_by_length_are_fitted(tmp_path: Path, capsys: Capsys) -> None:
         (["--lengths", "4"], "two lengths or more"),
         (["--lengths", "4,8", "--cache", str(tmp_path)], "leave it out with --lengths"),
     ):
-        code, _, error = run(capsys, path, *arguments)
+        code, _, error = run(capsys, "profile", path, *arguments)
         assert code != 0
         assert told in error
