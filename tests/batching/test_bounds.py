@@ -54,16 +54,16 @@ def test_a_giant_that_fills_the_memory_makes_its_rank_wait() -> None:
 def test_local_search_never_makes_a_step_longer(seed: int) -> None:
     problem = chain(seed, 3, 9, bool(seed % 2), 2.5, giants=seed % 3)
     sequence = np.random.default_rng(seed).permutation(9)
-    given = by_policy(problem, sequence)
-    assert given is not None
-    last_us = given.makespan_us
+    first = by_policy(problem, sequence)
+    assert first is not None
+    last_us = first.makespan_us
     for tries in (10, 100, 1_000):
-        climbed, found = climb(problem, sequence, given, 0, tries)
+        climbed, timed = climb(problem, sequence, first, 0, tries)
         assert sorted(climbed.tolist()) == [*range(9)]
-        assert fits(problem.tables, problem.limits_bytes, climbed, found.orders, -1)
-        assert found.makespan_us <= last_us
-        last_us = found.makespan_us
-    assert climb(problem, sequence, given, 0, 1_000, is_over=lambda: True)[1].makespan_us == given.makespan_us
+        assert fits(problem.tables, problem.limits_bytes, climbed, timed.orders, -1)
+        assert timed.makespan_us <= last_us
+        last_us = timed.makespan_us
+    assert climb(problem, sequence, first, 0, 1_000, is_over=lambda: True)[1].makespan_us == first.makespan_us
 
 
 def test_the_bound_of_a_sequence_is_close_to_its_optimum() -> None:

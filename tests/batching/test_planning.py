@@ -47,19 +47,19 @@ def test_random_batches(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=25))
     limit = data.draw(st.none() | st.integers(4_000, 20_000))
     cluster = Cluster.uniform(num_ranks, limit, data.draw(st.integers(0, 3)), data.draw(st.none() | st.integers(5, 9)))
-    found = rota.plan_batch(costs, cluster, lengths, packed=packed, place=place, tries=20)
-    rota.check(found.plan)
-    counted = recount(found.plan)
-    ends = [end for *_, end in step_end_times(found.plan, counted)]
-    assert found.makespan_us >= found.bound_us
-    assert found.timeline.makespan_us == max(counted.makespan_us, *ends) == found.makespan_us
-    assert sorted(sample for group in found.groups for sample in group) == [*range(len(lengths))]
+    planned = rota.plan_batch(costs, cluster, lengths, packed=packed, place=place, tries=20)
+    rota.check(planned.plan)
+    counted = recount(planned.plan)
+    ends = [end for *_, end in step_end_times(planned.plan, counted)]
+    assert planned.makespan_us >= planned.bound_us
+    assert planned.timeline.makespan_us == max(counted.makespan_us, *ends) == planned.makespan_us
+    assert sorted(sample for group in planned.groups for sample in group) == [*range(len(lengths))]
     measure = Size.packed if packed else Size.padded
-    assert found.sizes == tuple(measure([lengths[i] for i in group]) for group in found.groups)
-    for m, size in enumerate(found.sizes):
-        placement = found.plan.placement.for_microbatch(m)
+    assert planned.sizes == tuple(measure([lengths[i] for i in group]) for group in planned.groups)
+    for m, size in enumerate(planned.sizes):
+        placement = planned.plan.placement.for_microbatch(m)
         assert placement.tasks == place(costs.costs(size), cluster).tasks
-    assert found == rota.plan_batch(costs, cluster, lengths, packed=packed, place=place, tries=20)
+    assert planned == rota.plan_batch(costs, cluster, lengths, packed=packed, place=place, tries=20)
 
 
 def test_a_sample_that_fits_nowhere_is_refused_by_its_index() -> None:
@@ -92,9 +92,9 @@ def test_placements_that_are_not_supported_are_refused() -> None:
 @pytest.mark.parametrize("time_limit_s", [0.0, 0.05])
 def test_a_plan_is_there_when_the_time_is_over(time_limit_s: float) -> None:
     lengths = np.random.default_rng(1).integers(1, 60, 200).tolist()
-    found = rota.plan_batch(model(3, True), Cluster.uniform(3, 20_000, 2), lengths, time_limit_s=time_limit_s)
-    rota.check(found.plan)
-    assert found.bound_us <= found.makespan_us == found.timeline.makespan_us
+    planned = rota.plan_batch(model(3, True), Cluster.uniform(3, 20_000, 2), lengths, time_limit_s=time_limit_s)
+    rota.check(planned.plan)
+    assert planned.bound_us <= planned.makespan_us == planned.timeline.makespan_us
     with pytest.raises(SearchError, match="time_limit_s"):
         rota.plan_batch(model(3, True), Cluster.uniform(3), lengths, time_limit_s=-1)
 
