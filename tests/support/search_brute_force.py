@@ -40,7 +40,7 @@ def tiny_placement(chooser: random.Random, carries: bool = False) -> Placement:
 def tiny_step(chooser: random.Random) -> tuple[Placement, int]:
     """A placement without limits, and a number of micro-batches: chains, shared stages, split backwards, or any DAG."""
     if chooser.random() < 0.3:
-        placement = tiny_placement(chooser)
+        placement = tiny_placement(chooser, carries=True)
         cluster = replace(placement.cluster, limit_bytes=(None,) * placement.num_ranks)
         return replace(placement, cluster=cluster), chooser.choice((1, 2, 2, 3))
     num_ranks, num_stages = chooser.choice((1, 2, 2, 2, 3)), chooser.choice((1, 2, 2, 3))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -54,8 +55,10 @@ def rank_loads(problem: Problem, whole_step: bool = True) -> list[RankLoad]:
     for rank, tasks in enumerate(problem.tasks_on):
         headroom = int(problem.limits_bytes[rank])
         held = carried = unused = ends = 0
-        if headroom != NO_LIMIT:
-            held, carried = _held_byte_us(problem, tasks), _carried_byte_us(problem, rank, whole_step)
+        # Where more is freed than was taken, what transfers hold may lie in the room that this makes.
+        if headroom != NO_LIMIT and (matched := matched_bytes(problem, tasks)) is not None:
+            held = _held_byte_us(problem, tasks, matched)
+            carried = _carried_byte_us(problem, rank, whole_step)
         if held:
             for sign, nearest in ((1, heads[tasks].min()), (-1, tails[tasks].min())):
                 ramp, ramp_us = _ramp(problem, tasks, sign, headroom)
@@ -155,15 +158,9 @@ def matched_bytes(problem: Problem, tasks: Integers) -> list[tuple[int, int, int
     return matched
 
 
-def _held_byte_us(problem: Problem, tasks: Integers) -> int:
-    """Bytes times µs that a round holds on the rank with these tasks: each byte freed was taken on a path to there.
-
-    0 if some byte is freed that may have been taken by no task before.
-    """
+def _held_byte_us(problem: Problem, tasks: Integers, matched: Iterable[tuple[int, int, int]]) -> int:
+    """Bytes times µs that a round holds on the rank with these tasks: each byte freed was taken on a path to there."""
     durations_us, paths_us = problem.durations_us.tolist(), problem.paths_us  # paths are from start to start
-    matched = matched_bytes(problem, tasks)
-    if matched is None:
-        return 0
     at_work = sum(int(problem.peak_bytes[t]) * durations_us[t] for t in tasks)  # of any size, as all products here
     return at_work + sum(size * (int(paths_us[source, t]) + durations_us[t]) for source, t, size in matched)
 

@@ -53,6 +53,8 @@ class Graph(NamedTuple):
 class Rounds:
     """One search, which goes on from turn to turn.
 
+    States do not know what complete micro-batches still hold: if they hold anything, orders may not fit.
+
     Attributes:
         bound_us: No plan takes less, as far as is known.
         is_over: Whether going on is of no use: all is proven, or there are too many states.
