@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import add, itemgetter
+from operator import add
 
 from rota.core.errors import PlanError
 from rota.core.memory import is_op_event
@@ -43,8 +43,8 @@ def simulate(plan: Plan) -> Timeline:
     ]
     return Timeline(
         plan,
-        tuple(_pick(starts, nodes) for nodes in plan.nodes),
-        tuple(_pick(ends, nodes) for nodes in plan.nodes),
+        tuple(tuple(map(starts.__getitem__, nodes)) for nodes in plan.nodes),
+        tuple(tuple(map(ends.__getitem__, nodes)) for nodes in plan.nodes),
         tuple(sent),
         tuple(arrived),
         tuple(step_ends),
@@ -54,13 +54,6 @@ def simulate(plan: Plan) -> Timeline:
 def timeline_of(work: Plan | Timeline) -> Timeline:
     """A timeline unchanged, or a plan's simulated timeline, for functions that accept either."""
     return simulate(work) if isinstance(work, Plan) else work
-
-
-def _pick(values: list[int], nodes: tuple[int, ...]) -> tuple[int, ...]:
-    if len(nodes) < 2:  # itemgetter with one index returns no tuple
-        return tuple(values[node] for node in nodes)
-    picked: tuple[int, ...] = itemgetter(*nodes)(values)
-    return picked
 
 
 def check(plan: Plan) -> None:

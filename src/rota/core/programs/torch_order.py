@@ -30,9 +30,6 @@ _SETTINGS = (
     ("where a device runs kernels in the order of their launch", False, True),
 )
 
-#: Ops that wait for a message.
-_READ = (Kind.F, Kind.B, Kind.I)
-
 
 def check_torch_order(text: str) -> DeviceOrder:
     """Prove that PyTorch's engine cannot hang on GPUs with a schedule CSV with communication.
@@ -99,7 +96,7 @@ def _steps(line: Sequence[Op | Message], ranks: Sequence[int], by_pair: bool) ->
     for action in line:
         if isinstance(action, Op):
             key = action.stage, action.kind is Kind.F, action.microbatch
-            waits = (received[key],) if action.kind in _READ and key in received else ()
+            waits = (received[key],) if action.kind in (Kind.F, Kind.B, Kind.I) and key in received else ()
             steps.append(Step("run", COMPUTE, action, waits))
             last = (len(steps) - 1,)
             continue
