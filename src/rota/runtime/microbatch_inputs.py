@@ -130,10 +130,12 @@ class MicrobatchInputs:
 
     def _moved(self, microbatches: Microbatches, read: Sequence[Any]) -> Microbatches:
         """With the tensors in `read` on the device, each copied once, however many micro-batches and stages read it."""
-        tensors = {id(tensor): tensor for value in read for tensor in tensors_in(value)}
-        moved = {address: tensor.to(self._device, non_blocking=True) for address, tensor in tensors.items()}
+        to_move = {id(tensor) for value in read for tensor in tensors_in(value)}
+        moved: dict[int, torch.Tensor] = {}
 
         def on_device(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in to_move and id(tensor) not in moved:
+                moved[id(tensor)] = tensor.to(self._device, non_blocking=True)
             return moved.get(id(tensor), tensor)
 
         shared = ((place, on_device(tensor)) for place, tensor, _ in microbatches.shared)

@@ -73,7 +73,7 @@ class StepResults:
         return loss
 
     def refuse_nonfinite(self, ready: ReadyPlan, batch: Batch, mean: float, number: int) -> None:
-        """Refuse a mean that is not finite, on all ranks, with all losses like that, unless a scaler looks for them."""
+        """Refuse `mean`, which is not finite, on all ranks, with all such losses, unless a scaler looks for them."""
         if self._must_be_finite(ready.execution):
             refuse_loss(mean, number, self._name, *self._nonfinite(ready, batch), self._processes.everyone)
 

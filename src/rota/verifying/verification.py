@@ -214,7 +214,7 @@ class _Verifier:
         with ForComparison(draws, in_float64):
             if split.is_first:
                 _LOG.info("%s: the split model", name)
-            comparison = self._comparison(dtype, unsplit, outcome)
+            comparison = self._compare_run(dtype, unsplit, outcome)
             if broadcast_json(comparison.is_equal):
                 return comparison, [*reasons.untied(self.matching, split.is_sharded)], None, notes
             why, is_equal_by_parts = self._reasons(dtype, unsplit, batches, comparison)
@@ -241,7 +241,7 @@ class _Verifier:
                 unsplit.fill(tensor.name, value)
         return unsplit
 
-    def _comparison(self, dtype: torch.dtype | None, unsplit: Unsplit | None, outcome: Outcome | None) -> Comparison:
+    def _compare_run(self, dtype: torch.dtype | None, unsplit: Unsplit | None, outcome: Outcome | None) -> Comparison:
         """Run the stages; the comparison on the first process, a placeholder on others, which only send gradients."""
         loss, outputs = self.split.step(dtype)
         gradients = self.split.tensors(places(self.matching), of_gradient=True)
@@ -287,7 +287,7 @@ class _Verifier:
             for own, name in matching.modules[stage].items()
         ]
         with probes.on(watched):
-            differences = self._comparison(dtype, unsplit, by_parts and by_parts.outcome)
+            differences = self._compare_run(dtype, unsplit, by_parts and by_parts.outcome)
         if broadcast_json(differences.is_equal):
             return mixed, True
         of_stages = all_gather_json(probes.seen)

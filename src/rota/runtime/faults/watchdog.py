@@ -156,7 +156,7 @@ class Watchdog:
                 self._roll_call.publish_end(End(words, self._watched.num_calls))
             return
         words, is_lost = error_text(error), isinstance(error, LostRankError)
-        control.report("lost" if is_lost else "fails", words)
+        control.report("lost" if is_lost else "fails", "" if is_lost else words)
         with suppress(RuntimeError):
             self._roll_call.publish("lost" if is_lost else "failed", f"{self.name}: {words}")
 
@@ -190,6 +190,7 @@ class Watchdog:
         with suppress(RuntimeError):
             if self._roll_call.published("leaves") is not None:  # then the loss is no error of that rank's own
                 self._end_after_failure(error.lost)
+        with suppress(RuntimeError):
             error.first_error = self._roll_call.published("failed") or ""
             end = self._roll_call.end()
             if end is not None and end.num_calls < self._watched.num_calls:  # else it did its part of this call

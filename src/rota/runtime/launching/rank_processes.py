@@ -212,7 +212,6 @@ class Ranks:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Kill all ranks that are left, and all processes that they forked. Raises PipelineError if a rank stays."""
-        self._selector.close()
         for rank in self._ranks:
             rank.kill()
         deadline_s = time.monotonic() + _GONE_S
@@ -222,6 +221,7 @@ class Ranks:
                 os.waitpid(rank.pid, 0)
             os.close(rank.end)
             rank.line.close()
+        self._selector.close()
         self._folder.guard([])
         if left:
             before = f"{error}; " if isinstance(error, RankFailed) else ""
