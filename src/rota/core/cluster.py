@@ -200,8 +200,12 @@ class Cluster:
 
     def shared_between(self, sender: int, receiver: int) -> tuple[int, ...]:
         """Indices in `shared` of what a transfer from `sender` to `receiver` uses."""
-        links = enumerate(self.shared)
-        return tuple(i for i, link in links if sender in link.senders and receiver in link.receivers)
+        sides = enumerate(self._shared_sides)
+        return tuple(i for i, (senders, receivers) in sides if sender in senders and receiver in receivers)
+
+    @cached_property
+    def _shared_sides(self) -> list[tuple[frozenset[int], frozenset[int]]]:
+        return [(frozenset(shared.senders), frozenset(shared.receivers)) for shared in self.shared]
 
     @cached_property
     def _differing(self) -> Mapping[tuple[int, int], Link]:

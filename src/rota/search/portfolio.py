@@ -83,7 +83,7 @@ class Portfolio:
         progress: Callable[[Progress], None],
         first_plans: Iterable[tuple[str, Plan]] | None = None,
     ) -> None:
-        self.problem, self.first_plans = problem, first_plans
+        self.problem, self.first_plans = problem, None if first_plans is None else tuple(first_plans)
         #: The same, with what ops read and send in their peaks, and with memory reserved for other transfers.
         self.with_reserve = self.counted = counting_transfers(self.problem)
         self.objective = objective

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,6 +22,8 @@ from rota.core.tasks import scalar
 from rota.core.text import size_text
 from rota.search.problem import NO_LIMIT, Integers, Problem, without_common_tasks
 from rota.search.transfer_levels import transferred_bytes
+
+_Bytes = Counter[tuple[int, int]]  # by (task, rank)
 
 _MOST_SETS = 20_000  # closed sets of a rank's tasks that are looked at for its least memory
 
@@ -181,14 +184,16 @@ def least_memory(problem: Problem) -> list[Need]:
     one micro-batch alone, over all orders, plus what the smallest sets of all others hold. This is exact for one
     micro-batch per rank.
     """
-    return [_need(problem, rank) for rank in range(problem.num_ranks)]
+    received, sent = transferred_bytes(problem.original)
+    return [_need(problem, rank, received, sent) for rank in range(problem.num_ranks)]
 
 
-def _need(problem: Problem, rank: int) -> Need:
+def _need(problem: Problem, rank: int, received: _Bytes, sent: _Bytes) -> Need:
     static, component_of = problem.placement.static_bytes[rank], problem.placement.component_of
     tasks = [t for t in problem.tasks_on[rank].tolist() if problem.counts[t]]
     counts = {component_of[t]: int(problem.counts[t]) for t in tasks}
-    peaks = {c: _serial_peak(problem, rank, [t for t in tasks if component_of[t] == c]) for c in sorted(counts)}
+    tasks_of = {c: [t for t in tasks if component_of[t] == c] for c in sorted(counts)}
+    peaks = {c: _serial_peak(problem, rank, tasks_of[c], received, sent) for c in tasks_of}
     never_freed = sum(int(problem.held_bytes[t] * problem.counts[t]) for t in tasks)
     needs = [Need(rank, static + max(never_freed, 0), -1)]
     others = sum(counts[c] * lowest for c, (_, _, lowest) in peaks.items())
@@ -196,14 +201,13 @@ def _need(problem: Problem, rank: int) -> Need:
     return max(needs, key=lambda need: need.num_bytes)
 
 
-def _serial_peak(problem: Problem, rank: int, tasks: list[int]) -> tuple[int, int, int]:
+def _serial_peak(problem: Problem, rank: int, tasks: list[int], received: _Bytes, sent: _Bytes) -> tuple[int, int, int]:
     """(least peak of one micro-batch's tasks over all orders, the task where it is, the least that a closed set holds).
 
     A set is closed if it has, for each task, all tasks before it. Sets are reached in order of the peak on the way
     there, as in Dijkstra's shortest paths.
     """
     before = [sum(1 << j for j, a in enumerate(tasks) if problem.after[a, b]) for b in tasks]  # sets as bits
-    received, sent = transferred_bytes(problem.original)
     net, peaks = problem.held_bytes[tasks].tolist(), problem.peak_bytes[tasks].tolist()
     # Per task, bytes above the level before it: while it runs, with what it received, and after it sent.
     start = [max(held, 0) + peak + received[t, rank] for t, held, peak in zip(tasks, net, peaks, strict=True)]
