@@ -136,7 +136,8 @@ class Timeline:
 
     def handed_over_us(self, route: int) -> tuple[int, ...]:
         """When each transfer on `placement.routes[route]` could begin: its op had ended."""
-        plan, (source, _, sender, *_) = self.plan, self.plan.placement.routes[route]
+        plan, source = self.plan, self.plan.placement.routes[route].source
+        sender = plan.placement.routes[route].sender
         ends = dict(zip(plan.nodes[sender], self.ends_us[sender], strict=True))
         made_us = [ends[node] for node in range(plan.first_node[source], plan.first_node[source + 1])]
         return tuple(map(min, zip(made_us, self.sent_us[route], strict=True)))

@@ -24,7 +24,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
     `value`: what `json` writes: None, bool, int, float (nan and inf too), str, and lists and dicts of them with str
     keys. Tuples arrive as lists. Raises TypeError for anything else, while the other ranks wait: check what users give
-    before the call; and ValueError if a rank sent what is no JSON. `group`: the default one if None.
+    before the call; and ValueError if a rank sent invalid JSON. `group`: the default one if None.
     """
     size = dist.get_world_size(group)
     begin, rest = (part.to(_device(group)) for part in _parts(value))

@@ -23,16 +23,18 @@ from rota.models import Stages
 from rota.models.modes import evaluating, warn_of_eval_mode
 from rota.runtime.agreement import Call
 from rota.runtime.compute import Batch
-from rota.runtime.device.protocol import Number, is_queued
+from rota.runtime.device.protocol import Device, Number, is_queued
 from rota.runtime.engine import Options, Ran, build
 from rota.runtime.faults.watchdog import PATIENT
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.launcher_files import leave_record
 from rota.runtime.losses import LossFn, means_of
 from rota.runtime.memory_watch import MemoryWatch
+from rota.runtime.meshes import Processes
 from rota.runtime.plans import ReadyPlan
+from rota.runtime.precision import LossScale
 from rota.runtime.recorder import Record, merge
-from rota.runtime.step_progress import progress_of
+from rota.runtime.step_progress import StepProgress, progress_of
 from rota.runtime.step_results import StepHandle
 from rota.runtime.transport import bring_outputs, collective
 
@@ -77,35 +79,21 @@ class Pipeline:
     def __init__(self, stages: Stages, plan: Plan, loss_fn: LossFn | None, **options: Unpack[Options]) -> None:
         self._engine = engine = build(stages, plan, loss_fn, options)
         self.stages, self.plan, self.loss_fn, self.mesh = engine.stages, plan, loss_fn, options.get("mesh")
-        #: All processes of the run, this one's place among them, and their groups.
-        self.processes = engine.processes
         #: This process's rank in the plan, and which replica of the pipeline it belongs to.
         self.rank, self.replica = engine.processes.rank, engine.processes.replica
         self.num_replicas = engine.processes.num_replicas
         #: The stages on this rank.
         self.local_stages = {stage: self.stages[stage] for stage in plan.placement.stages_on(self.rank)}
-        #: What runs them, at once or in the order in which it gets its work.
-        self.device_queue = engine.here.device
-        #: Where they are. Batches may be here or on the CPU.
-        self.device = engine.here.device.torch_device
-        inputs = engine.plans.base.inputs
-        #: Whether one of them reads the step's inputs, and whether one is last and its loss takes targets; other ranks
-        #: may give None.
-        self.reads_inputs, self.reads_targets = inputs.reads_inputs, inputs.reads_targets
-        #: The scale of the gradient scaler that `step` is given.
-        self.loss_scale = engine.step_results.loss_scale
         #: What must end before the pipeline does: a checkpoint that is being written.
         self.before_close = engine.life.dependents
-        #: How many steps this pipeline has begun.
-        self.num_steps = 0
+        self._num_steps = 0  # that were begun
         self._last, self._ran_own = engine.plans.base, True  # the last step was given no plan
         self._before_first = type(self).before_first_step
         self._keeps_outputs = False
         self._watch: MemoryWatch | None = None
         is_first = engine.processes.is_first
         self._warns_of_mode = is_first
-        #: What says how the training goes; None on all processes but the first, and without `rota run`.
-        self.progress = progress_of(plan, is_first, on_cpu=not is_queued(engine.here.device))
+        self._progress = progress_of(plan, is_first, on_cpu=not is_queued(engine.here.device))
         engine.life.at_end(self._leave_record)
         engine.life.at_end(self.settle_begun_steps)
         engine.life.at_end(lambda: atexit.unregister(self._close_at_exit))
@@ -136,6 +124,16 @@ class Pipeline:
         return (parameter for _, parameter in self.named_parameters())
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank's stages are. Batches may be here or on the CPU."""
+        return self._engine.here.device.torch_device
+
+    @property
+    def device_queue(self) -> Device:
+        """What runs this rank's stages there, at once or in the order in which it gets its work."""
+        return self._engine.here.device
+
+    @property
     def losses(self) -> dict[int, float]:
         """The mean loss of each micro-batch of the last step, on the ranks of the last stage. Waits for that step."""
         return means_of(self._engine.compute.losses, self._engine.here.device)
@@ -154,6 +152,16 @@ class Pipeline:
         return self._engine.compute.outputs
 
     # --- data ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether a stage of this rank reads the step's inputs; other ranks may give None."""
+        return self._engine.plans.base.inputs.reads_inputs
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether this rank has the last stage, whose loss takes targets; other ranks may give None."""
+        return self._engine.plans.base.inputs.reads_targets
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -188,6 +196,26 @@ class Pipeline:
     def has_begun_steps(self) -> bool:
         """Whether there are steps of `begin_step` that may not have ended on all ranks."""
         return self._engine.step_results.begun.num_open > 0
+
+    @property
+    def processes(self) -> Processes:
+        """All processes of the run, this one's place among them, and their groups."""
+        return self._engine.processes
+
+    @property
+    def progress(self) -> StepProgress | None:
+        """What says how the training goes; None on all processes but the first, and without `rota run`."""
+        return self._progress
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale of the gradient scaler that `step` is given."""
+        return self._engine.step_results.loss_scale
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps this pipeline has begun."""
+        return self._num_steps
 
     def count_from(self, step: int) -> None:
         """Messages number the next step as the one after `step`: the training goes on from there."""
@@ -235,8 +263,8 @@ class Pipeline:
         begun_s = time.monotonic()
         call = Call.STEP if sync else Call.STEP_WITHOUT_SYNC
         loss = self._step(call, inputs, targets, plan, sizes, scale, scaler).loss.mean
-        if self.progress is not None:
-            self.progress.done(self._engine.watched.step, begun_s, loss)
+        if self._progress is not None:
+            self._progress.done(self._engine.watched.step, begun_s, loss)
         return loss
 
     def begin_step(
@@ -295,7 +323,7 @@ class Pipeline:
             self._warns_of_mode = False
             warn_of_eval_mode(self.stages.modules)
         self._last, self._ran_own = ready, plan is None or plan is self.plan
-        self.num_steps += 1
+        self._num_steps += 1
         engine.watched.step += 1
         return engine.run(call, ready, batch, float(scale), self._watch)
 
@@ -383,7 +411,7 @@ class Pipeline:
     def trial(self) -> Iterator[None]:
         """For trial steps: outputs are kept, and weights may have another dtype in this context. On all ranks."""
         engine = self._engine
-        before = self.num_steps, engine.watched.step, self._warns_of_mode, engine.step_results.metrics
+        before = self._num_steps, engine.watched.step, self._warns_of_mode, engine.step_results.metrics
         self._keeps_outputs, self._warns_of_mode = True, False
         engine.plans.base.execution.forget()
         engine.updates.begin_again()
@@ -391,7 +419,7 @@ class Pipeline:
             yield
         finally:
             self._keeps_outputs = False
-            self.num_steps, engine.watched.step, self._warns_of_mode, engine.step_results.metrics = before
+            self._num_steps, engine.watched.step, self._warns_of_mode, engine.step_results.metrics = before
             engine.updates.begin_again()
             engine.compute.outputs = {}
             engine.plans.base.execution.forget()
@@ -477,8 +505,8 @@ class Pipeline:
         self._close(getattr(sys, "last_value", None))
 
     def _close(self, error: BaseException | None) -> None:
-        if self.progress is not None and error is None and not self._engine.life.has_ended:
-            self.progress.end()
+        if self._progress is not None and error is None and not self._engine.life.has_ended:
+            self._progress.end()
         self._engine.close(error)
 
     def settle_begun_steps(self) -> None:

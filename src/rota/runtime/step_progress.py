@@ -50,7 +50,10 @@ class StepProgress:
             self._say(shared)
 
     def done(self, number: int, begun_s: float, loss: float) -> None:
-        """Report a step that began at `begun_s` (`time.monotonic`) and has ended, if it is time to; no loss of nan."""
+        """Report a step that has ended, if it is time to; it began at `begun_s` (`time.monotonic`).
+
+        A loss of nan is not shown.
+        """
         now_s = self._now_s()
         self._durations_s.append(now_s - begun_s)
         if now_s - self._reported_s >= _EVERY_S:

@@ -20,7 +20,7 @@ from rota.core.tasks import Edge, Kind, Route, Task, scalar
 
 
 class Instant(NamedTuple):
-    """`lag_us` after the end of an op, which is a task or one of its nodes; less than 0 is before it."""
+    """`lag_us` after the end of an op, by its task or by its node; less than 0 is before it."""
 
     op: int
     lag_us: int

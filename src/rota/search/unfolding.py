@@ -138,7 +138,7 @@ def _renamed(
     """The plan on another placement, with its ops and those of the transfers in order of service renamed."""
     orders = tuple(tuple(map(rename, order)) for order in plan.orders)
     service_orders = tuple(
-        tuple(Transfer(rename(transfer.source), rename(transfer.target), *transfer[2:]) for transfer in order)
+        tuple(transfer._replace(source=rename(transfer.source), target=rename(transfer.target)) for transfer in order)
         for order in served
     )
     return Plan(placement, plan.num_microbatches, orders, service_orders=service_orders)

@@ -90,7 +90,7 @@ def _names_in(folder: Path) -> list[str]:
 def recover_folder(folder: Path) -> None:
     """Make the folder, and put back or remove what interrupted saves left in it.
 
-    Touches nothing else: a folder of theirs has nothing but what Rota writes, or is still empty.
+    It touches nothing else: a folder in which there is anything that Rota does not write is left alone.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder / name for name in _names_in(folder) if _TEMPORARY.fullmatch(name)):

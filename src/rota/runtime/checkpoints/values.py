@@ -136,7 +136,7 @@ def _mapping(field: Field, depth: int) -> dict[Any, Any]:
 
 
 def dtype_named(field: Field, name: str, size: tuple[int, ...] = ()) -> torch.dtype:
-    """The dtype of this name. Raises FormatError, also if so large a tensor has more elements than a memory bytes."""
+    """The dtype of this name. Raises FormatError, also if a tensor of this size cannot fit into any memory."""
     if name not in DTYPES:
         raise field.wrong("a dtype that safetensors has")
     if math.prod(filter(None, size)) > _MOST_ELEMENTS:

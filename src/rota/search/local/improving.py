@@ -24,7 +24,7 @@ _HEATS = (0.1, 0.3)  # in turn: by how many mean ops a move may readily lengthen
 
 
 def improve(climb: Climb, orders: Orders, bound_us: int, budget: Budget, seed: int = 0) -> Orders:
-    """The best orders found by local search, until the budget or the gap to the bound is 0.
+    """The best orders that local search finds until the budget is used up or the objective is at its bound.
 
     `climb`, to go on with, says what is minimized; where that is equal, the other one of makespan and span counts.
     `orders`, where it begins, fit and have no cycle; so do all orders that are found. Moves are drawn by `seed`.

@@ -35,9 +35,9 @@ def improve(
     budget: Budget,
     seed: int = 0,
 ) -> Orders:
-    """The best orders found by re-ordering one window after the other, until the budget or the gap to the bound is 0.
+    """Re-orders one window after the other, until the budget is used up or the objective is at its bound.
 
-    `orders`, where it begins, fit and have no cycle; so do all orders that are found. The windows are chosen by `seed`.
+    `orders`, where it begins, fit and have no cycle; so does what it returns. The windows are chosen by `seed`.
     """
     critical_path, turn, size = CriticalPath(problem, objective == "span"), Random(seed), float(_FIRST_SIZE)
     paths = critical_path.paths(orders)
