@@ -12,8 +12,7 @@ from typing import final, overload
 from rota.core.errors import SplitError
 from rota.core.layers import LayerCosts
 from rota.core.text import count_text
-from rota.cutting.chain import cut_chain
-from rota.cutting.cut_problem import CutProblem, StageMemory
+from rota.cutting.chain import CutProblem, StageMemory, cut_chain
 from rota.cutting.virtual_stages import cut_virtual_stages
 
 NUM_NODES = 4_000  # of the tree search for several stages per rank
