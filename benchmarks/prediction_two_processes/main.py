@@ -28,7 +28,7 @@ from rota.calibration import calibrated
 from rota.planning.step_times import StepTimes
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import links_of_this_machine
-from rota.profiling.this_machine import OtherPrograms
+from rota.profiling.devices import OtherPrograms
 from rota.runtime.launching.launch import launch
 from rota.schedules import NAMED
 

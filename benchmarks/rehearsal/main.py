@@ -27,8 +27,7 @@ from waiting import rehearse
 from rota import Cluster, Kind, Link, Op, Plan, compare, simulate
 from rota.accounting.comparison import Part
 from rota.core.cluster import SharedLink
-from rota.profiling.link_pipelines import SIZES
-from rota.profiling.links import line_through
+from rota.profiling.links import SIZES, line_through
 from rota.profiling.machine_links import links_of_started
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rota import Cluster, Costs, Kind, Op, Placement, Plan, place
-from rota.profiling.link_pipelines import SIZES
+from rota.profiling.links import SIZES
 from rota.schedules import NAMED
 from rota.search import find_plan
 

@@ -109,7 +109,7 @@ def test_links_that_cannot_be_measured_are_counted_as_free(
         raise PipelineError("the machine is too busy")
 
     monkeypatch.setattr("rota.profiling.machine_links.links_of_this_machine", links)
-    monkeypatch.setattr("rota.profiling.forked.why_not_here", lambda _: "")
+    monkeypatch.setattr("rota.profiling.devices.why_not_here", lambda _: "")
     model = tmp_path / "model.py"
     model.write_text(MODEL)
     given = [str(model), "--ranks", "2", "--batch", "4", "--rows", "2", "--cache", str(tmp_path), "--time-limit", "3"]

@@ -15,7 +15,7 @@ from rota.core.layers import LayerCosts, Profile
 from rota.models import Stages
 from rota.planning import Machine, autoplan
 from rota.profiling import layer_profile
-from rota.profiling.this_machine import OtherPrograms
+from rota.profiling.devices import OtherPrograms
 from support.profiles import profile_model
 
 STAGES = Stages([nn.Linear(2, 2), nn.Linear(2, 2)])

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rota import Cluster, Link, PipelineError
-from rota.profiling.link_pipelines import LEVEL_SIZES, SIZES
 from rota.profiling.links import (
+    LEVEL_SIZES,
+    SIZES,
     SUM_SIZES,
     cluster_of,
     line_through,

@@ -12,7 +12,7 @@ from torch import nn
 
 from profiling.test_profile import TwoLayers
 from rota import Cluster, PipelineError, Stages
-from rota.profiling import clocks, link_pipelines
+from rota.profiling import clocks, links
 from rota.profiling.clocks import DeviceClock, Spinner, launch_text
 from rota.profiling.links import measure_links
 from support.networks import loss_fn
@@ -180,7 +180,7 @@ def link_cost_ns(name: str, written: Sequence[Any]) -> int:
 def measured(rank: int) -> Cluster:
     """The links of simulated devices."""
     device = SimDevice(f"rank {rank}", cost_ns=link_cost_ns, host_ns=20_000)
-    with device.checked(), mock.patch.object(link_pipelines, "_PACE_NS", 1):
+    with device.checked(), mock.patch.object(links, "_PACE_NS", 1):
         return measure_links(1, device=SIM).cluster
 
 

@@ -27,9 +27,8 @@ from rota.planning.plan_text import layout_text
 from rota.planning.step_times import StepTimes, difference
 from rota.planning.trials import Trial, is_far, least_s, run_trials
 from rota.profiling import StageProfileOptions, profile
-from rota.profiling.forked import why_not_here
+from rota.profiling.devices import accelerators_of, why_not_here
 from rota.profiling.stage_run import MakeOptimizer
-from rota.profiling.this_machine import accelerators_of
 from rota.runtime.environment import num_cores
 from rota.runtime.losses import LossFn
 

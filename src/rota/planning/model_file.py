@@ -29,8 +29,8 @@ from rota.models import Stages
 from rota.planning import hf_models
 from rota.planning.request import MEASURED_HERE, Measuring
 from rota.profiling import ProfileOptions, profile_model
+from rota.profiling.devices import is_here
 from rota.profiling.stage_run import MakeOptimizer
-from rota.profiling.this_machine import is_here
 from rota.runtime.launcher_files import given_plan
 from rota.runtime.losses import LossFn
 from rota.runtime.messages import over_tensors

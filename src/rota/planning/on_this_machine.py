@@ -114,7 +114,7 @@ def with_links(
 
     Links are kept in a cache that is a folder, not in a file, which is for layers alone.
     """
-    from rota.profiling.forked import why_not_here
+    from rota.profiling.devices import why_not_here
     from rota.profiling.machine_links import links_of_this_machine
 
     if why_not_here(machine.num_ranks):

@@ -26,9 +26,9 @@ from rota.core.timeline import Timeline
 from rota.models import Stages
 from rota.planning.choosing import NOISY
 from rota.planning.step_times import FAR, StepTimes, difference, of_starts
+from rota.profiling.devices import OtherPrograms
 from rota.profiling.forked import run_forked
 from rota.profiling.stage_run import MakeOptimizer
-from rota.profiling.this_machine import OtherPrograms
 from rota.runtime import Pipeline, mesh
 from rota.runtime.losses import LossFn, needs_target
 from rota.runtime.messages import over_tensors

@@ -17,20 +17,13 @@ from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rota.core.errors import PipelineError, RotaError, error_text
 from rota.core.text import count_text
-from rota.runtime.environment import end_with_parent, meeting_environments, shared_cores
+from rota.runtime.environment import end_with_parent, meeting_environments
 
 _TICK_S = 1.0
 _OF_ANOTHER_RUN = ("ROTA_", "TORCHELASTIC_")  # the first letters of environment variables
-
-
-def why_not_here(num_processes: int) -> str:
-    """Why so many processes cannot be measured on this machine; "" if they can."""
-    in_a_group = "this process is one of a process group, and cannot be forked" if dist.is_initialized() else ""
-    return shared_cores(num_processes) or in_a_group
 
 
 def run_forked(

@@ -15,13 +15,12 @@ from rota.core.errors import EstimateError, PipelineError
 from rota.core.layers import ESTIMATED, LayerCosts, Profile
 from rota.core.text import count_text, time_text
 from rota.models import Stages, finest, is_sequential
-from rota.profiling.devices import DeviceModel, device_named
+from rota.profiling.devices import DeviceModel, OtherPrograms, accelerators_of, device_named, place_name
 from rota.profiling.layer_costs import costs_of
 from rota.profiling.layer_measurement import Layer, ProfileOptions, called, measure_layers
 from rota.profiling.missing_data import module_that_raised, why_not_estimated
 from rota.profiling.profile_cache import ProfileCache, identity_of, inputs_of
 from rota.profiling.stage_run import Workload, tensors_of
-from rota.profiling.this_machine import OtherPrograms, accelerators_of, place_name
 from rota.runtime.losses import LossFn
 
 _DEFAULT = ProfileOptions()

@@ -20,9 +20,9 @@ from rota.core.errors import PipelineError, RotaError, UsageError
 from rota.core.reading import Whole
 from rota.core.text import count_text
 from rota.core.writing import write_text
+from rota.profiling.devices import cpu_name
 from rota.profiling.forked import run_forked
 from rota.profiling.links import REPEATS, MeasuredLinks, Report, measure_links
-from rota.profiling.this_machine import cpu_name
 from rota.runtime.device.local import AUTO, device_type, local_device
 from rota.runtime.environment import DEVICE, num_cores
 from rota.runtime.process_group import join

@@ -16,6 +16,7 @@ from rota.models import Stages
 from rota.models.carving.copies import deep_copy
 from rota.models.sequence_chunks import Chunk
 from rota.profiling.clocks import Clocks, Laps, Run, launch_text
+from rota.profiling.devices import accelerators_of, place_name
 from rota.profiling.forked import run_forked
 from rota.profiling.peak_memory import peaks
 from rota.profiling.stage_run import (
@@ -29,7 +30,6 @@ from rota.profiling.stage_run import (
     state_bytes,
     static_bytes,
 )
-from rota.profiling.this_machine import accelerators_of, place_name
 from rota.runtime.gradients.chunks import length_of
 from rota.runtime.gradients.forward_backward import StageForward
 from rota.runtime.losses import LossFn

@@ -169,7 +169,7 @@ def _limit_bytes(options: Options) -> int | None:
     if options.profile is not None and options.device is None:
         raise InputError("--memory: a share of which device's memory? give it in GB, or name the device with --device")
     require("torch", "torch")
-    from rota.profiling.this_machine import memory_bytes_per_rank
+    from rota.profiling.devices import memory_bytes_per_rank
 
     try:
         return int(options.memory * memory_bytes_per_rank(options.device, options.node or options.ranks))
