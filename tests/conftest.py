@@ -57,7 +57,7 @@ def time_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """To searches time is the work that they have counted: those with a limit find the same on a busy machine."""
     monkeypatch.setattr("rota.search.budget.Budget.elapsed_s", property(lambda budget: budget.spent_s))
     monkeypatch.setattr("rota.search.budget.Budget._after_s", 0.0)
-    monkeypatch.setattr("rota.planning.deadline.Deadline.elapsed_s", 0.0)
+    monkeypatch.setattr("rota.planning.request.Deadline.elapsed_s", 0.0)
 
 
 @pytest.fixture(scope="session")

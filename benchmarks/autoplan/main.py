@@ -24,7 +24,7 @@ from torch import nn
 import rota
 from rota.core.text import count_text
 from rota.demo.model import GPT, NUM_BYTES, loss_fn
-from rota.planning.step_times import StepTimes, difference
+from rota.planning.choosing import StepTimes, difference
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import links_of_this_machine
 

@@ -27,8 +27,8 @@ import rota
 from rota.demo.model import NUM_BYTES, Block
 from rota.planning import Machine, autoplan
 from rota.planning.autoplanning import usual_plan
+from rota.planning.choosing import Contender
 from rota.planning.confirmation import Training, confirm
-from rota.planning.evaluation import Contender
 from rota.planning.model_file import load_model_file, profile_file
 from rota.profiling import links_of_this_machine
 from rota.runtime.launching.launch import launch

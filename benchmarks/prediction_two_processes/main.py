@@ -25,7 +25,7 @@ from torch import nn
 
 import rota
 from rota.calibration import calibrated
-from rota.planning.step_times import StepTimes
+from rota.planning.choosing import StepTimes
 from rota.planning.trials import Trial, run_trials
 from rota.profiling import links_of_this_machine
 from rota.profiling.devices import OtherPrograms

@@ -44,7 +44,7 @@ def told_by(capsys: Capsys, profile: str, output: Path, *options: str) -> str:
 
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("rota.planning.finalists.can_search", lambda: False)  # named schedules will do
+    monkeypatch.setattr("rota.planning.sweep.can_search", lambda: False)  # named schedules will do
     path = tmp_path / "profile.json"
     path.write_text(Profile(tuple(layer_costs(rows, UNEVEN, parameters=100) for rows in (1, 2))).to_json())
     return str(path)

@@ -19,9 +19,10 @@ from rota.core.layers import LayerCosts
 from rota.core.simulation import check, simulate
 from rota.core.tasks import Kind
 from rota.cutting import uniform
-from rota.planning import Choices, Machine, Progress, autoplan, finalists
+from rota.planning import Choices, Machine, Progress, autoplan, sweep
 from rota.planning.candidate import Candidate
-from rota.planning.evaluation import Contender, Misfit, evaluate
+from rota.planning.choosing import Contender
+from rota.planning.evaluation import Misfit, evaluate
 from rota.planning.layout_bounds import layout_bound_us, least_bytes, placement_bound_us
 from rota.planning.layouts import Layout, layouts
 from rota.planning.plan_text import parts_of, why_slower
@@ -121,7 +122,7 @@ def fits(plan: rota.Plan) -> bool:
 @given(questions())
 def test_never_worse_than_a_named_schedule_on_equal_layers(request: Request) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finalists, "can_search", lambda: False)  # by what it proves, not by what it searches
+        patch.setattr(sweep, "can_search", lambda: False)  # by what it proves, not by what it searches
         best_us = min((simulate(plan).makespan_us for *_, plan in brute_force(request) if fits(plan)), default=math.inf)
         try:
             given = request.profiles, request.machine, request.batch_rows
@@ -159,7 +160,7 @@ UNEVEN = (2, 10, 10, 10, 10, 10, 10, 25)
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named schedules will do, and take no time to be searched."""
-    monkeypatch.setattr(finalists, "can_search", lambda: False)
+    monkeypatch.setattr(sweep, "can_search", lambda: False)
 
 
 @pytest.mark.usefixtures("named")
@@ -429,14 +430,14 @@ def test_an_error_of_progress_loses_no_plan() -> None:
 
 
 def test_what_was_not_looked_at_is_not_said_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rota.planning.deadline.Deadline.left_s", property(lambda deadline: 0.0))
+    monkeypatch.setattr("rota.planning.request.Deadline.left_s", property(lambda deadline: 0.0))
     with pytest.raises(SearchError, match=r"found no plan|layouts not examined: give a longer --time-limit"):
         autoplan({1: layer_costs(1, kept=20)}, Machine(4, 30), 8, time_limit_s=1)
 
 
 def test_a_search_that_would_compile_itself_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finalists, "can_search", lambda: True)
-    monkeypatch.setattr(finalists, "_compiling_s", lambda: 2.0 * LONG_S)
+    monkeypatch.setattr(sweep, "can_search", lambda: True)
+    monkeypatch.setattr(sweep, "_compiling_s", lambda: 2.0 * LONG_S)
     answer = autoplan({1: layer_costs(1, UNEVEN)}, Machine(4, 40), 16, time_limit_s=LONG_S)
     assert answer.ran_out
     (remark,) = answer.remarks

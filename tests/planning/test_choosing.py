@@ -16,13 +16,22 @@ from rota import Cluster, Costs, bidirectional
 from rota.core.cluster import Link
 from rota.core.simulation import simulate
 from rota.planning.candidate import Candidate
-from rota.planning.choosing import is_as_fast, is_beaten, recommended, spread_between, why_preferred
-from rota.planning.evaluation import Contender, evaluate
+from rota.planning.choosing import (
+    Contender,
+    StepTimes,
+    difference,
+    is_as_fast,
+    is_beaten,
+    of_starts,
+    recommended,
+    spread_between,
+    why_preferred,
+)
+from rota.planning.evaluation import evaluate
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.layouts import Layout, Shape
 from rota.planning.machine import Machine
 from rota.planning.request import Request
-from rota.planning.step_times import StepTimes, difference, of_starts
 from rota.schedules import FAMILIES
 from support.search_brute_force import every_plan, tiny_step
 

@@ -15,10 +15,9 @@ from rota.core.cluster import Link
 from rota.core.errors import PipelineError
 from rota.core.simulation import check, simulate
 from rota.core.text import time_text
-from rota.planning import Answer, Choices, Machine, autoplan, confirmation, finalists, trials
+from rota.planning import Answer, Choices, Machine, autoplan, confirmation, sweep, trials
+from rota.planning.choosing import Contender, StepTimes, of_starts
 from rota.planning.confirmation import Training
-from rota.planning.evaluation import Contender
-from rota.planning.step_times import StepTimes, of_starts
 from rota.planning.trials import Trial, run_trials
 from rota.runtime import environment
 
@@ -44,7 +43,7 @@ def steps_of(trial: Trial, times: float = 1.0, apart: float = 0.0, num_starts: i
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
-    monkeypatch.setattr(finalists, "can_search", lambda: False)  # named schedules will do
+    monkeypatch.setattr(sweep, "can_search", lambda: False)  # named schedules will do
     profiles = {1: layer_costs(1, UNEVEN, parameters=8)}
     return autoplan(profiles, Machine(2, None, Link(1, 100)), 16, time_limit_s=LONG_S)
 
@@ -116,7 +115,7 @@ def test_a_plan_on_more_processes_must_be_faster_by_more_than_the_spread(confirm
 
 
 def test_with_fewer_cores_than_ranks_the_figures_are_for_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finalists, "can_search", lambda: False)
+    monkeypatch.setattr(sweep, "can_search", lambda: False)
     machine = Machine(2, None, Link(1, 100))
     answer = autoplan(
         {1: layer_costs(1, UNEVEN, parameters=8)}, machine, 16, Choices(pipeline_ranks=2), time_limit_s=LONG_S
@@ -196,7 +195,7 @@ def test_with_little_time_the_plans_that_matter_are_started_once(
     confirmed: Confirm, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left_s = 2.0  # for three plans to be started once each, and for no more
-    monkeypatch.setattr("rota.planning.deadline.Deadline.left_s", left_s)
+    monkeypatch.setattr("rota.planning.request.Deadline.left_s", left_s)
     usual = answer.candidates[-1]
     assert not usual.is_as(answer.best)
     tried: list[Trial] = []
@@ -231,7 +230,7 @@ def test_why_nothing_was_run(confirmed: Confirm, answer: Answer) -> None:
 
 @pytest.mark.parametrize("num_measured", [0, 1, 2])
 def test_ctrl_c_while_plans_are_measured_loses_none(num_measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finalists, "can_search", lambda: False)
+    monkeypatch.setattr(sweep, "can_search", lambda: False)
     answer = autoplan({1: layer_costs(1, UNEVEN)}, Machine(4, 40), 16, time_limit_s=LONG_S)
     measured: list[Contender] = []
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rota.core.sizes import SizeModel
     from rota.interop.traces import ImportedTrace
     from rota.planning import Answer
-    from rota.planning.evaluation import Contender
+    from rota.planning.choosing import Contender
     from rota.runtime.checkpoints.saved import Saved
     from rota.search import Frontier, SearchResult
 

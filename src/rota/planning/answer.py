@@ -11,8 +11,8 @@ from rota.core.cluster import Cluster
 from rota.core.plan import Plan
 from rota.core.text import angle_repr, count_text, fitted, size_text, table_lines, time_text
 from rota.core.timeline import Timeline
-from rota.planning.choosing import LEAST_TOLERANCE, why_preferred
-from rota.planning.evaluation import SEARCHED, Contender, Misfit
+from rota.planning.choosing import LEAST_TOLERANCE, SEARCHED, Contender, why_preferred
+from rota.planning.evaluation import Misfit
 from rota.planning.plan_text import NEGLIGIBLE, details, fullest, memory_text, ranks_text, short_ops, why_slower
 from rota.planning.request import Request
 

@@ -19,12 +19,10 @@ from rota.core.simulation import check
 from rota.core.text import count_text, time_text
 from rota.models import Stages, split
 from rota.planning.answer import Answer
-from rota.planning.choosing import LEAST_TOLERANCE, recommended, spread_between
-from rota.planning.deadline import Deadline
-from rota.planning.evaluation import Contender
+from rota.planning.choosing import LEAST_TOLERANCE, Contender, StepTimes, difference, recommended, spread_between
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.plan_text import layout_text
-from rota.planning.step_times import StepTimes, difference
+from rota.planning.request import Deadline
 from rota.planning.trials import Trial, is_far, least_s, run_trials
 from rota.profiling import StageProfileOptions, profile
 from rota.profiling.devices import accelerators_of, why_not_here

@@ -4,114 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from rota.core.errors import RotaError
 from rota.core.placing import bidirectional, interleaved, wave
-from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.timeline import Timeline
 from rota.planning.candidate import Candidate
+from rota.planning.choosing import Contender
 from rota.planning.layout_bounds import least_bytes, placement_bound_us
 from rota.planning.layouts import Layout, Shape
-from rota.planning.step_times import StepTimes
 from rota.schedules import FAMILIES, Family
 
-SEARCHED = "searched"  # instead of a schedule's name
 ANY_ORDER = "any order"  # of the ops: what least_bytes rules out, no schedule can fit
-
-#: What makes the first of two plans simpler, in the order of `Contender.simplicity`.
-SIMPLER = (
-    "uses fewer processes",
-    "recomputes fewer stages",
-    "has a named schedule",
-    "runs each backward as a whole",
-    "has fewer stages per rank",
-    "has fewer copies of the model",
-)
 
 # The others take a chain.
 _SHAPE_OF: dict[object, Shape] = {interleaved: "interleaved", wave: "wave", bidirectional: "bidirectional"}
 _SLOW = {"v_half": 0.0002, "v_min": 0.0002}  # seconds per op that their own searches take, roughly
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A plan that fits, its schedule's name or `SEARCHED`, and a lower bound on every order of its ops.
-
-    Attributes:
-        layers_us: Its step by the layers' times, where its stages or ops were measured as well; else None.
-        steps: Its steps, if some were run.
-    """
-
-    candidate: Candidate
-    schedule: str
-    plan: Plan
-    bound_us: int
-    layers_us: int | None = None
-    steps: StepTimes | None = None
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The simulated timeline of the plan."""
-        return simulate(self.plan)
-
-    @property
-    def makespan_us(self) -> int:
-        """The simulated makespan of the plan, in µs."""
-        return self.timeline.makespan_us
-
-    @property
-    def step_us(self) -> int:
-        """The time of a step: as measured, else as simulated."""
-        return self.makespan_us if self.steps is None else self.steps.median_us
-
-    @property
-    def by_layers_us(self) -> int:
-        """The simulated step by the layers' times, which all plans have: stages are measured of some only."""
-        return self.makespan_us if self.layers_us is None else self.layers_us
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that any rank holds at once."""
-        return max(self.timeline.peak_memory_bytes)
-
-    def is_as(self, other: Contender) -> bool:
-        """Whether both are one plan, whatever their ops' times are."""
-        return self._identity == other._identity
-
-    @property
-    def _identity(self) -> tuple[object, ...]:
-        candidate = self.candidate
-        return candidate.layout, candidate.boundaries, candidate.recomputed, self.plan.orders
-
-    @property
-    def simplicity(self) -> tuple[int, ...]:
-        """The smaller, the simpler; first what costs a user most, as in `SIMPLER`.
-
-        Only between plans that are alike in all else, fewer copies of the model are simpler: replicas of a plain plan
-        are easier to understand and to run than one pipeline that interleaves stages.
-        """
-        layout = self.candidate.layout
-        directions = 2 if layout.has_copies else 1  # each rank has a stage of each direction's copy
-        return (
-            self.num_processes,
-            len(self.candidate.recomputed),
-            int(self.schedule == SEARCHED),
-            int(self.candidate.splits_backward),
-            directions * layout.stages_per_rank,
-            directions * layout.num_replicas,
-        )
-
-    @property
-    def num_processes(self) -> int:
-        """Processes of a step, one per rank of each replica."""
-        return self.candidate.layout.num_ranks * self.candidate.layout.num_replicas
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """The smaller, the better: time, then memory, then processes."""
-        return self.step_us, self.peak_bytes, self.num_processes
 
 
 @dataclass(frozen=True)

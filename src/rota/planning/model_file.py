@@ -1,4 +1,4 @@
-"""The user's Python files: MODEL.py of `rota profile` and `rota autoplan`, and FILE.py:FUNCTION of `rota export`."""
+"""The user's models: MODEL.py or hf:config.json of profiles and `rota autoplan`, FILE.py:FUNCTION of `rota export`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from rota.core.layers import Profile
 from rota.core.sizes import Size, SizeModel
 from rota.cutting import cut
 from rota.models import Stages
-from rota.planning import hf_models
 from rota.planning.request import MEASURED_HERE, Measuring
 from rota.profiling import ProfileOptions, profile_model
 from rota.profiling.devices import is_here
@@ -37,6 +36,15 @@ from rota.runtime.messages import over_tensors
 from rota.torch_internals import copies_to_meta
 
 _Model = TypeVar("_Model")
+_OF_TRANSFORMERS = "hf:"  # what a config.json of transformers begins with, instead of a file
+_LENGTH = 1024  # of a row in tokens, if nothing else is asked for; fewer where the model takes fewer
+#: Fields by which a config brings code, or other weights than PyTorch trains.
+_REFUSED = {
+    "auto_map": "it names code of its own, which Rota does not run",
+    "custom_pipelines": "it names code of its own, which Rota does not run",
+    "quantization_config": "its weights are quantized, and quantized weights cannot be trained",
+}
+_ATTENTION = ("attn_implementation", "_attn_implementation")
 _SMALL_BYTES = 2**26  # of parameters: such a model runs a row in seconds, also on a CPU
 
 _REQUIRED = ("make_model", "make_batch", "loss_fn")
@@ -89,10 +97,10 @@ def load_model_file(path: str, length: int | None = None) -> ModelFile:
     `length`: tokens per row of the batches that are made where the file does not make them, or makes them by
     `make_batch(rows, length)`. Raises FormatError if the file lacks something, or fails.
     """
-    if path.startswith(hf_models.PREFIX):
-        config_path, config = hf_models.read_config(path)
-        batches = hf_models.batches_of(config, length, config_path)
-        return ModelFile(path, partial(hf_models.make_model, config_path, config), batches, hf_models.own_loss)
+    if path.startswith(_OF_TRANSFORMERS):
+        config_path, config = _read_config(path)
+        batches = _batches_of(config, length, config_path)
+        return ModelFile(path, partial(_language_model, config_path, config), batches, _own_loss)
     reading.read_text(path)
     module = _module(path)
     functions: dict[str, Any] = {
@@ -103,8 +111,8 @@ def load_model_file(path: str, length: int | None = None) -> ModelFile:
         model = _made_without_weights(make_model, path, lambda _: None)  # only for its config
         config = getattr(model, "config", None)
         if hasattr(config, "model_type"):  # a model of transformers
-            functions["make_batch"] = hf_models.batches_of(config, length, path)
-            functions["loss_fn"] = functions["loss_fn"] or hf_models.own_loss
+            functions["make_batch"] = _batches_of(config, length, path)
+            functions["loss_fn"] = functions["loss_fn"] or _own_loss
     elif length is not None and callable(make_batch) and "length" in signature(make_batch).parameters:
         functions["make_batch"] = partial(make_batch, length=length)
     for name in _REQUIRED:
@@ -211,6 +219,86 @@ def profile_file_sizes(
         for number in profile
     ]
     return SizeProfile(fit_sizes(measured), layers.cuts_at(boundaries))
+
+
+# --- hf:config.json, a model of transformers, made without network ----------------------------------------------------
+
+
+def _language_model(path: str, config: Any) -> nn.Module:
+    """The language model of the config in a file, with random weights of its dtype, in training mode."""
+    import transformers
+
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
+        if type(config) in auto._model_mapping:
+            how = {"dtype": config.dtype or torch.float32, "trust_remote_code": False}
+            model: nn.Module = auto.from_config(config, **how)
+            return model.train()
+    raise FormatError(
+        f"{path}: transformers has no language model for model_type {config.model_type!r}; write a MODEL.py whose "
+        f"make_model makes it"
+    )
+
+
+def _read_config(spec: str) -> tuple[str, Any]:
+    """The file of `hf:config.json`, and its config.
+
+    Raises FormatError if it brings code, or if transformers does not know it.
+    """
+    path = spec.removeprefix(_OF_TRANSFORMERS)
+    if os.path.isdir(path):
+        path = os.path.join(path, "config.json")
+    try:
+        fields = reading.load(reading.read_text(path))
+    except ValueError as error:
+        raise FormatError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise FormatError(f"{path}: has no model_type; give the config.json of a transformers model")
+    for name, value in _fields(fields):
+        if name in _REFUSED and value:
+            raise FormatError(f"{path}: has {name}: {_REFUSED[name]}; write a MODEL.py with make_model")
+        if name in _ATTENTION and isinstance(value, str) and "/" in value:
+            raise FormatError(f"{path}: {name} {value!r} would be downloaded; leave it out, or say 'sdpa'")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise FormatError(f"{spec}: this needs transformers; install it with: pip install transformers") from None
+    try:
+        config = AutoConfig.for_model(**{**fields, "use_cache": False})
+    except Exception as error:
+        raise FormatError(f"{path}: transformers does not accept it: {type(error).__name__}: {error}") from error
+    return path, config
+
+
+def _fields(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from _fields(value)
+
+
+def _batches_of(config: Any, length: int | None, path: str) -> Callable[[int], tuple[Any, Any]]:
+    """Makes batches of random tokens for a model with this config: its keyword inputs with labels, and the labels."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise FormatError(f"{path}: the model's config has no vocab_size to make tokens from; define make_batch(rows)")
+    longest = getattr(text, "max_position_embeddings", None) or _LENGTH
+    if length is not None and length > longest:
+        raise FormatError(f"--length {length}: the model of {path} takes {longest} tokens at most")
+    columns = length or min(_LENGTH, longest)
+
+    def make_batch(rows: int) -> tuple[Any, Any]:
+        tokens = torch.randint(vocabulary, (rows, columns))
+        return {"input_ids": tokens, "labels": tokens}, tokens
+
+    return make_batch
+
+
+def _own_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - the model has had them
+    """The loss that the model has made of its labels."""
+    loss: torch.Tensor = output.loss
+    return loss
 
 
 # --- FILE.py:FUNCTION -------------------------------------------------------------------------------------------------

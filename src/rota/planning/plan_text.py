@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from rota.core.tasks import Kind, scalar
 from rota.core.text import count_text, size_text, time_text
-from rota.planning.choosing import SLOWER_BY_ROUNDS, advantage
-from rota.planning.evaluation import Contender
+from rota.planning.choosing import SLOWER_BY_ROUNDS, Contender, advantage
 
 NEGLIGIBLE = 0.001  # of a step: a smaller difference needs no reason
 _ALSO = 0.3  # of the difference: a part as large as this is a reason too

@@ -1,5 +1,7 @@
 """Tries all layouts, those with the lowest bounds first, until no bound left is below the best plan's time.
 
+Then it searches orders for the best candidates, instead of their named schedules.
+
 layouts, by bound ─▶ cuts, backward whole or split ─▶ candidates, by bound ─▶ named schedules ─▶ the best plans
         │                          │                        │
         └── cannot be faster       └── does not fit         └── cannot be faster
@@ -7,23 +9,25 @@ layouts, by bound ─▶ cuts, backward whole or split ─▶ candidates, by bou
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from operator import attrgetter, itemgetter
 from typing import final
 
-from rota.core.errors import PlacementError
-from rota.core.stopping import Stopped, look
+from rota.core.errors import PlacementError, SearchError
+from rota.core.stopping import Stopped, ended_by_ctrl_c, look
 from rota.core.text import count_text
 from rota.planning import evaluation
 from rota.planning.candidate import Candidate
-from rota.planning.deadline import Deadline
-from rota.planning.evaluation import ANY_ORDER, SEARCHED, Contender, Misfit, families, seconds_of
+from rota.planning.choosing import SEARCHED, Contender
+from rota.planning.evaluation import ANY_ORDER, Misfit, families, seconds_of
 from rota.planning.layout_bounds import layout_bound_us, placement_bound_us
 from rota.planning.layouts import Layout, cuts, layouts
-from rota.planning.request import Request
+from rota.planning.request import Deadline, Request
 from rota.schedules import Family
 
 _KEPT = 96  # variants, those with the best plans
@@ -31,6 +35,11 @@ _ALIKE = 16  # plans of a variant
 _CLOSEST = 6  # plans that nearly fit, to search for orders that fit
 
 _RESERVED = 0.3  # of the time, for the search of the finalists' orders
+_NUM_FINALISTS = 3
+_SHARE, _MOST_S = 0.05, 3.0  # for each finalist: a share of the time limit, in nominal seconds of the search
+_COMPILING_S = 15.0
+_LEAST_S = 8.0  # left, without which no search is begun: loading it takes seconds, and steps tell more
+_WORTH = 0.001  # share of the best time: a smaller gain is not worth a search
 
 _OTHERS = 5  # numbers of ranks and replicas to compare the best with
 _OTHERS_TRIED = 200
@@ -228,3 +237,71 @@ def best_of_kinds(plans: Iterable[Contender]) -> list[Contender]:
     for plan in sorted(plans, key=lambda plan: plan.key):
         best.setdefault(kind_of(plan), plan)
     return list(best.values())
+
+
+# --- searched orders of the finalists ---------------------------------------------------------------------------------
+
+
+def can_search() -> bool:
+    """Whether OR-Tools and Numba, which the search needs, are installed."""
+    return all(importlib.util.find_spec(module) is not None for module in ("ortools", "numba"))
+
+
+def search_finalists(sweep: Sweep) -> None:
+    """Search for better orders of the best candidates, if the search extra is installed and time is left."""
+    if not can_search():
+        return
+    left_out = "left out for lack of time: better orders than those of named schedules; "
+    finalists = _finalists(sweep)
+    if finalists and sweep.best is not None and not sweep.deadline.has(_LEAST_S):
+        sweep.remarks.append(f"{left_out}give a longer --time-limit")
+        return
+    for candidate in finalists:
+        compiling_s = _compiling_s()
+        if not sweep.deadline.has(_seconds(sweep) + compiling_s):
+            compiles = f"the first search for them compiles itself, in about {compiling_s:.0f} s"
+            sweep.remarks += [f"{left_out}{compiles}: give a longer --time-limit once"] if compiling_s else []
+            return
+        sweep.take(_searched(sweep, candidate))
+
+
+def _compiling_s() -> float:
+    """Seconds until the search runs: the first one on a machine compiles itself."""
+    from rota.search.timing import is_compiled
+
+    return 0.0 if is_compiled() else _COMPILING_S
+
+
+def _seconds(sweep: Sweep) -> float:
+    return min(_SHARE * sweep.deadline.seconds, _MOST_S)
+
+
+def _finalists(sweep: Sweep) -> list[Candidate]:
+    """The fastest candidates that could beat the best plan; if nothing fits, those that nearly do."""
+    if sweep.best is None:
+        return sweep.almost_fitting[:_NUM_FINALISTS]
+    within_us = sweep.best.makespan_us * (1 - _WORTH)
+    return [plan.candidate for plan in best_of_kinds(sweep.plans) if plan.bound_us < within_us][:_NUM_FINALISTS]
+
+
+def _searched(sweep: Sweep, candidate: Candidate) -> Contender | None:
+    """The plan of a search with a fixed amount of work, so that the answer is the same every time."""
+    from rota.search.budget import Budget
+    from rota.search.portfolio import Portfolio
+    from rota.search.problem import Problem
+
+    layout, deadline = candidate.layout, sweep.deadline
+    best_us = None if sweep.best is None else sweep.best.makespan_us
+    doing = f"searching {count_text(layout.num_ranks, 'rank')} x {layout.num_replicas}"
+    deadline.report(doing, sweep.num_plans, best_us, at_once=True)
+    budget = Budget(_seconds(sweep), deterministic=True, latest_s=deadline.left_s)
+    try:
+        with ended_by_ctrl_c(budget):
+            problem = Problem(candidate.placement, layout.num_microbatches)
+            result = Portfolio(problem, "makespan", budget, lambda _: None).run()
+    except SearchError:
+        return None  # nothing fits
+    deadline.stopped_by = deadline.stopped_by or budget.stopped_by
+    deadline.ran_out |= budget.must_stop and not budget.stopped_by
+    bound_us = max(int(result.bound_us), placement_bound_us(candidate.placement, layout.num_microbatches))
+    return Contender(candidate, SEARCHED, replace(result.plan, usage=candidate.usage), bound_us)

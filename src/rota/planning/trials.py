@@ -24,8 +24,7 @@ from rota.core.simulation import simulate
 from rota.core.text import count_text
 from rota.core.timeline import Timeline
 from rota.models import Stages
-from rota.planning.choosing import NOISY
-from rota.planning.step_times import FAR, StepTimes, difference, of_starts
+from rota.planning.choosing import FAR, NOISY, StepTimes, difference, of_starts
 from rota.profiling.devices import OtherPrograms
 from rota.profiling.forked import run_forked
 from rota.profiling.stage_run import MakeOptimizer

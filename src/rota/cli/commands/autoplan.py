@@ -21,8 +21,8 @@ from rota.core.text import size_text
 
 if TYPE_CHECKING:
     from rota.planning import Answer, Machine
+    from rota.planning.autoplanning import Job
     from rota.planning.model_file import ModelFile
-    from rota.planning.on_this_machine import Job
 
 
 def _slowdowns(text: str) -> tuple[float, ...]:
@@ -98,8 +98,8 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 def autoplan(options: Options) -> None:
     """Plan everything for a model and its devices: cuts, replicas, micro-batches, schedule."""
     began_s = time.monotonic()  # loading torch takes seconds of the limit
-    from rota.planning.deadline import Deadline
-    from rota.planning.on_this_machine import plan_here
+    from rota.planning.autoplanning import plan_here
+    from rota.planning.request import Deadline
 
     job = _job(options)
     with progress_line() as show:
@@ -118,7 +118,7 @@ def autoplan(options: Options) -> None:
 
 
 def _job(options: Options) -> Job:
-    from rota.planning.on_this_machine import Job
+    from rota.planning.autoplanning import Job
     from rota.planning.request import Choices, Measuring
 
     if options.model is None and options.profile is None:
