@@ -136,7 +136,7 @@ def fits(tables: Tables, limits: Integers, sequence: Integers, orders: Orders, o
 def peaks_bytes(problem: BatchProblem, sequence: Integers, orders: Dispatch) -> Integers:
     """int64[num_ranks]: the most that each rank holds at any time, without static bytes.
 
-    That is the account of `rota.core.memory`, on arrays; transfers count.
+    That is the account of `rota.core.timeline`, on arrays; transfers count.
     """
     result = np.zeros(problem.num_ranks, np.int64)
     _fill(problem.tables, problem.edges, problem.edge_bytes, sequence, orders.starts_us, orders.orders, result)

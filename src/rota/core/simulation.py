@@ -5,10 +5,9 @@ from __future__ import annotations
 from operator import add
 
 from rota.core.errors import PlanError
-from rota.core.memory import is_op_event
 from rota.core.plan import Plan
 from rota.core.text import size_text
-from rota.core.timeline import Timeline
+from rota.core.timeline import Timeline, is_op_event
 
 
 def simulate(plan: Plan) -> Timeline:

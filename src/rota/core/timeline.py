@@ -1,21 +1,22 @@
-"""A timeline: when everything in a plan happened, as the simulator predicts or the runtime measures it."""
+"""A timeline: when everything in a plan happened, as the simulator predicts or the runtime measures it; its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from operator import itemgetter, sub
+from itertools import chain, pairwise
+from operator import add, itemgetter, lt, neg, sub
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from rota.core import memory, reading
+from rota.core import reading
 from rota.core.errors import FormatError
+from rota.core.placement import Placement
 from rota.core.plan import Plan, PlanFile, read_file
 from rota.core.reading import Positive
-from rota.core.tasks import Op, Transfer, by_class
+from rota.core.tasks import Amount, Kind, Op, Transfer, by_class, value_in
 from rota.core.text import angle_repr, time_text
 
 
@@ -102,21 +103,27 @@ class Timeline:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def memory_events(self, rank: int) -> list[tuple[int, int]]:
-        """Changes of a rank's memory as (key, bytes); see `rota.core.memory.events`."""
-        return memory.events(self._of_rank(rank))
-
-    def _of_rank(self, rank: int) -> memory.RankTimes:
-        starts_us, ends_us = self.starts_us[rank], self.ends_us[rank]
-        return memory.RankTimes(self.plan, rank, starts_us, ends_us, self.sent_us, self.arrived_us)
+        """Changes of a rank's memory as (key, change in bytes), in ascending order; key // 4 is the time in µs."""
+        keyed = [
+            (4 * time + kind, change)
+            for kind, columns in enumerate(_memory_changes(self, rank))
+            for time, change in zip(*columns, strict=True)
+        ]
+        return sorted(keyed, key=itemgetter(0))  # stable: ops at one instant stay in the rank's order
 
     def memory(self, rank: int) -> list[tuple[int, int]]:
-        """(time in µs, bytes held from then on) of one rank, a step function."""
-        return memory.levels(self.plan.placement.static_bytes[rank], self.memory_events(rank))
+        """(time in µs, bytes held from then on) of one rank, a step function; at one instant the last level counts."""
+        level = self.plan.placement.static_bytes[rank]
+        curve = {0: level}
+        for key, change in self.memory_events(rank):
+            level += change
+            curve[key // 4] = level
+        return list(curve.items())
 
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """The most bytes that each rank holds at any time, static bytes included."""
-        return tuple(memory.peak_bytes(self._of_rank(rank)) for rank in range(self.num_ranks))
+        return tuple(_peak_bytes(self, rank) for rank in range(self.num_ranks))
 
     # --- spans ----------------------------------------------------------------------------------------------------
 
@@ -303,3 +310,99 @@ class TimelineFile(PlanFile, kw_only=True, omit_defaults=True, forbid_unknown_fi
 
 
 _SAME_IN_FILES = ("makespan_us", "starts_us", "ends_us", "sent_us", "arrived_us", "step_ends_us", "num_cores")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+# A rank holds its static bytes, the bytes that its ops hold, received bytes from the transfer's start to the end of the
+# op that reads them, sent bytes from the end of their op until the transfer ends, and `peak_bytes` while an op runs. At
+# one instant, ends free memory before starts allocate it; ops of duration 0 count one after the other, in the rank's
+# order.
+
+# Changes at one instant come in this order.
+_TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)
+
+_Changes: TypeAlias = tuple[Sequence[int], Sequence[int]]  # times and, beside them, changes in bytes
+
+
+def is_op_event(key: int) -> bool:
+    """Whether an event of `Timeline.memory_events` is the start or end of an op, rather than of a transfer."""
+    return key % 4 in (_OP_ENDS, _OP)
+
+
+def _peak_bytes(timeline: Timeline, rank: int) -> int:
+    times, changes = ([*chain.from_iterable(columns)] for columns in zip(*_memory_changes(timeline, rank), strict=True))
+    held = most = timeline.plan.placement.static_bytes[rank]
+    for i in sorted(range(len(times)), key=times.__getitem__):  # stable: at one instant the first kind comes first
+        held += changes[i]
+        if held > most:
+            most = held
+    return most
+
+
+def _memory_changes(timeline: Timeline, rank: int) -> tuple[_Changes, _Changes, _Changes, _Changes]:
+    """Changes of a rank's memory by kind, in the order of the kinds at one instant; each kind in the rank's order."""
+    transfer_ends, transfer_starts = _transfer_changes(timeline, rank)
+    at_start, at_end = _op_changes(timeline.plan, rank)
+    starts_us, ends_us = timeline.starts_us[rank], timeline.ends_us[rank]
+    if all(map(lt, starts_us, ends_us)):
+        return transfer_ends, (ends_us, at_end), transfer_starts, (starts_us, at_start)
+    op_ends: list[tuple[int, int]] = []
+    ops: list[tuple[int, int]] = []
+    for start, end, taken, freed in zip(starts_us, ends_us, at_start, at_end, strict=True):
+        ops.append((start, taken))
+        (op_ends if end > start else ops).append((end, freed))
+    return transfer_ends, _columns(op_ends), transfer_starts, _columns(ops)
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> _Changes:
+    return [time for time, _ in pairs], [change for _, change in pairs]
+
+
+def _transfer_changes(timeline: Timeline, rank: int) -> tuple[_Changes, _Changes]:
+    """At the ends and at the starts of a rank's transfers."""
+    plan, columns = timeline.plan, (timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us)
+    end_of = dict(zip(plan.nodes[rank], timeline.ends_us[rank], strict=True)) if plan.shared_transfers.first else {}
+    freed: tuple[list[int], list[int]] = [], []
+    taken: tuple[list[int], list[int]] = [], []
+    for r, (route, starts, ends) in enumerate(zip(*columns, strict=True)):
+        if rank not in (route.sender, route.receiver) or route.num_bytes == 0:
+            continue
+        sizes = plan.placement.column(route.num_bytes, plan.microbatches_on(r))
+        if rank == route.sender and route.shared:  # the sender holds the bytes while they wait for the shared links
+            nodes = range(plan.first_node[route.source], plan.first_node[route.source + 1])
+            starts = tuple(map(min, map(end_of.__getitem__, nodes), starts))
+        taken[0].extend(starts)
+        taken[1].extend(sizes)
+        if rank == route.sender:  # the receiver's bytes are freed by the op that reads them
+            freed[0].extend(ends)
+            freed[1].extend(map(neg, sizes))
+    return freed, taken
+
+
+def _op_changes(plan: Plan, rank: int) -> tuple[list[int], list[int]]:
+    """Changes at the start and at the end of each op, in the rank's order."""
+    placement, num_classes = plan.placement, plan.placement.num_classes
+    at_start: dict[int, int] = {}  # by variant
+    at_end: dict[int, int] = {}
+    for task, amounts in task_changes(placement, rank).items():
+        first = placement.index[task] * num_classes
+        for changes, amount in zip((at_start, at_end), amounts, strict=True):
+            changes.update((first + c, value_in(amount, c)) for c in range(num_classes))
+    variants = [*map(plan.variants.__getitem__, plan.nodes[rank])]
+    return [*map(at_start.__getitem__, variants)], [*map(at_end.__getitem__, variants)]
+
+
+def task_changes(placement: Placement, rank: int) -> dict[tuple[int, Kind], tuple[Amount, Amount]]:
+    """(stage, kind) -> change of the bytes held on `rank` at the start and at the end of an op."""
+    tasks = {i: task for i, task in enumerate(placement.tasks) if rank in task.ranks}
+    received: dict[int, Amount] = dict.fromkeys(tasks, 0)
+    for route in placement.routes:
+        if route.receiver == rank:
+            received[route.target] = by_class(add, received[route.target], route.num_bytes)
+    changes = {}
+    for i, task in tasks.items():
+        amounts = task.held_bytes, task.peak_bytes
+        at_start = by_class(lambda held, peak: max(held, 0) + peak, *amounts)
+        at_end = by_class(lambda held, peak, read: min(held, 0) - peak - read, *amounts, received[i])
+        changes[task.stage, task.kind] = at_start, at_end
+    return changes

@@ -12,9 +12,8 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, final
 
 from rota.accounting import Cause, Idle
-from rota.core.memory import task_changes
 from rota.core.tasks import Op, Transfer, values_of
-from rota.core.timeline import StepEndWork, Timeline
+from rota.core.timeline import StepEndWork, Timeline, task_changes
 
 CAUSES = tuple(Cause)  # the page refers to a cause by its index here
 _NO_WORK = -1

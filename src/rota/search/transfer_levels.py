@@ -1,4 +1,4 @@
-"""What each rank holds at its peak, transfers included, for known start times: `rota.core.memory`'s answer, compiled.
+"""What each rank holds at its peak, transfers included, for known start times: `rota.core.timeline`'s answer, compiled.
 
 A rank holds what it sends from the op's end until the transfer ends, and what it receives from the transfer's start to
 the end of the op that reads it. So these levels depend on times, not on orders alone.
@@ -19,7 +19,7 @@ from rota.core.tasks import scalar
 from rota.search.problem import NO_LIMIT, Integers, Orders, Problem
 from rota.search.timing import Tables
 
-# The order of events at one instant, as in `rota.core.memory`.
+# The order of events at one instant, as in `rota.core.timeline`.
 _TRANSFER_ENDS, _OP_ENDS, _TRANSFER_STARTS, _OP = range(4)
 
 

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rota.core.memory import is_op_event
 from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.tasks import Kind, Op, Transfer
+from rota.core.timeline import is_op_event
 
 NUM_OPS_AHEAD = 2  # mostly one in each direction; more would need more memory for buffers
 
