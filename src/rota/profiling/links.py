@@ -38,10 +38,11 @@ from rota.core.text import size_text, time_text
 from rota.core.timeline import Timeline
 from rota.models import Stages
 from rota.runtime.device.choosing import device_at
-from rota.runtime.device.local import current_device
+from rota.runtime.device.local import current_device, local_device
 from rota.runtime.device.protocol import Device, is_queued
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.pipeline import Pipeline
+from rota.runtime.process_group import join
 
 REPEATS = 15
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # up to 16 MiB
@@ -119,6 +120,20 @@ def measure_links(
     cluster = replace(cluster_of(links, hosts, named), all_reduces=all_reduces)
     doubt = unsteady(alone)
     return MeasuredLinks(cluster, "\n".join([*_lines(alone), *_shared_lines(cluster), *filter(None, [doubt])]), doubt)
+
+
+def links_of_launched(repeats: int = REPEATS, report: Report = lambda _: None) -> MeasuredLinks | None:
+    """The links of the launcher's processes, on the first of them; None on the others. See `measure_links`.
+
+    Messages are between the processes' `local_device`s.
+    """
+    owns = join()
+    try:
+        links = measure_links(repeats, device=local_device(), report=report)
+        return links if dist.get_rank() == 0 else None
+    finally:
+        if owns:
+            dist.destroy_process_group()
 
 
 # --- sums over ranks --------------------------------------------------------------------------------------------------

@@ -22,10 +22,9 @@ from rota.core.text import count_text
 from rota.core.writing import write_text
 from rota.profiling.devices import cpu_name
 from rota.profiling.forked import run_forked
-from rota.profiling.links import REPEATS, MeasuredLinks, Report, measure_links
-from rota.runtime.device.local import AUTO, device_type, local_device
+from rota.profiling.links import REPEATS, MeasuredLinks, Report, links_of_launched
+from rota.runtime.device.local import AUTO, device_type
 from rota.runtime.environment import DEVICE, num_cores
-from rota.runtime.process_group import join
 
 _KEPT_S = 7 * 24 * 3600.0  # a machine's kernel, drivers and load change
 _METHOD = "4"  # how links are measured; figures of another method are measured again
@@ -124,20 +123,6 @@ def links_of_started(
     except TimeoutError as error:
         raise PipelineError(f"the links were not measured in time: {error}; give a longer time limit") from None
     return MeasuredLinks(Cluster.from_json(cluster), text, doubt)
-
-
-def links_of_launched(repeats: int = REPEATS, report: Report = lambda _: None) -> MeasuredLinks | None:
-    """The links of the launcher's processes, on the first of them; None on the others. See `measure_links`.
-
-    Messages are between the processes' `local_device`s.
-    """
-    owns = join()
-    try:
-        links = measure_links(repeats, device=local_device(), report=report)
-        return links if dist.get_rank() == 0 else None
-    finally:
-        if owns:
-            dist.destroy_process_group()
 
 
 def _key(num_ranks: int, device: str, repeats: int) -> dict[str, str]:

@@ -139,8 +139,8 @@ def _summary(layers: LayerCosts) -> str:
 
 
 def _links(options: Options) -> None:
-    from rota.profiling.links import REPEATS
-    from rota.profiling.machine_links import links_of_launched, links_of_started, links_of_this_machine
+    from rota.profiling.links import REPEATS, links_of_launched
+    from rota.profiling.machine_links import links_of_started, links_of_this_machine
     from rota.runtime.device.local import AUTO
     from rota.runtime.environment import DEVICE
 
