@@ -21,8 +21,7 @@ from rota import Link, Machine, RotaError, autoplan, check, simulate
 from rota.core.layers import LayerCosts
 from rota.cutting import uniform
 from rota.planning import Answer
-from rota.planning.candidate import Candidate
-from rota.planning.layouts import layouts
+from rota.planning.layouts import Candidate, layouts
 from rota.planning.request import Choices, Request
 from rota.schedules import NAMED
 

@@ -20,11 +20,10 @@ from rota.core.simulation import check, simulate
 from rota.core.tasks import Kind
 from rota.cutting import uniform
 from rota.planning import Choices, Machine, Progress, autoplan, sweep
-from rota.planning.candidate import Candidate
 from rota.planning.choosing import Contender
 from rota.planning.evaluation import Misfit, evaluate
 from rota.planning.layout_bounds import layout_bound_us, least_bytes, placement_bound_us
-from rota.planning.layouts import Layout, layouts
+from rota.planning.layouts import Candidate, Layout, layouts
 from rota.planning.plan_text import parts_of, why_slower
 from rota.planning.request import Request
 from rota.schedules import FAMILIES, NAMED

@@ -15,7 +15,6 @@ from planning.test_autoplan import layer_costs
 from rota import Cluster, Costs, bidirectional
 from rota.core.cluster import Link
 from rota.core.simulation import simulate
-from rota.planning.candidate import Candidate
 from rota.planning.choosing import (
     Contender,
     StepTimes,
@@ -29,7 +28,7 @@ from rota.planning.choosing import (
 )
 from rota.planning.evaluation import evaluate
 from rota.planning.layout_bounds import placement_bound_us
-from rota.planning.layouts import Layout, Shape
+from rota.planning.layouts import Candidate, Layout, Shape
 from rota.planning.machine import Machine
 from rota.planning.request import Request
 from rota.schedules import FAMILIES

@@ -58,23 +58,23 @@ def cut_virtual_stages(problem: CutProblem, first: list[int], num_nodes: int) ->
         if boundaries is None:
             proven = low = middle + 1
         else:
-            best = rebalance(problem, boundaries)
+            best = _rebalance(problem, boundaries)
             high = max(problem.rank_times(best))
     return best, min(proven, high)
 
 
 def _first_fit(problem: CutProblem, first: list[int], tree: _Tree) -> list[int] | None:
     """A cut that fits: made from stages of equal time, from stages of equal memory, or found by the tree."""
-    best = rebalance(problem, first)
+    best = _rebalance(problem, first)
     if problem.excess_bytes(best):
-        best = rebalance(problem, balanced_memory(problem))
+        best = _rebalance(problem, _balanced_memory(problem))
     if not problem.excess_bytes(best):
         return best
     try:
         boundaries = tree.decide(problem.upper_bound)
     except _OutOfNodes:
         return None
-    return None if boundaries is None else rebalance(problem, boundaries)
+    return None if boundaries is None else _rebalance(problem, boundaries)
 
 
 def _spare_quanta(problem: CutProblem, times_us: Sequence[int], bound: int) -> Iterator[tuple[int, int]]:
@@ -220,7 +220,7 @@ class _Tree:
 # --- local search -----------------------------------------------------------------------------------------------------
 
 
-def rebalance(problem: CutProblem, boundaries: Sequence[int]) -> list[int]:
+def _rebalance(problem: CutProblem, boundaries: Sequence[int]) -> list[int]:
     """Move consecutive boundaries by one layer while that improves the cut.
 
     A cut is better if it has fewer excess bytes, then if its slowest rank is faster, then by the sum of squares. A move
@@ -246,7 +246,7 @@ def rebalance(problem: CutProblem, boundaries: Sequence[int]) -> list[int]:
             return best
 
 
-def balanced_memory(problem: CutProblem) -> list[int]:
+def _balanced_memory(problem: CutProblem) -> list[int]:
     """Boundaries of stages that need about equal memory, found by filling them in order up to the least limit."""
     memory = problem.memory
     assert memory is not None, "without limits there is no memory to balance"

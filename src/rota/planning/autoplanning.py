@@ -17,10 +17,9 @@ from rota.core.simulation import check
 from rota.core.stopping import Stopped, ended_by_ctrl_c, watched
 from rota.core.text import count_text, size_text
 from rota.planning.answer import Answer, Counts
-from rota.planning.candidate import Candidate
 from rota.planning.choosing import Contender, recommended
 from rota.planning.evaluation import Misfit, evaluate
-from rota.planning.layouts import Layout, cuts
+from rota.planning.layouts import Candidate, Layout, cuts
 from rota.planning.machine import Machine
 from rota.planning.request import (
     ANYTHING,
@@ -228,12 +227,12 @@ def plan_here(job: Job, deadline: Deadline, report: Report) -> Answer:
     remarks: list[str] = []
     if profile is None:
         assert job.model_file is not None
-        profile, remarks = profile_in_time(job, job.model_file, deadline, report)
+        profile, remarks = _profile_in_time(job, job.model_file, deadline, report)
         least_s = _LEAST_SEARCH_S
     if not (job.choices.recompute or job.choices.copies):
         refuse_cuts_in_blocks(profile)
     if model_file is not None and job.wants_links:
-        machine, links_because, doubts = with_links(machine, job.measuring, deadline, report)
+        machine, links_because, doubts = _with_links(machine, job.measuring, deadline, report)
         remarks += doubts
     time_limit_s = max(deadline.left_s * (1 if model_file is None else _SEARCH), least_s)
     answer = autoplan(profile, machine, job.batch_rows, job.choices, time_limit_s=time_limit_s, progress=report)
@@ -248,12 +247,12 @@ def plan_here(job: Job, deadline: Deadline, report: Report) -> Answer:
     return confirm(answer, training, report, time_limit_s=max(deadline.left_s, _LEAST_S), elsewhere=job.elsewhere)
 
 
-def profile_in_time(job: Job, model_file: ModelFile, deadline: Deadline, report: Report) -> tuple[Profile, list[str]]:
+def _profile_in_time(job: Job, model_file: ModelFile, deadline: Deadline, report: Report) -> tuple[Profile, list[str]]:
     """The layers' costs, measured or estimated, and a remark on the numbers of rows for which there was no time."""
     from rota.planning.model_file import profile_file
 
     rows = job.rows or [size for size in _ROWS if job.batch_rows % size == 0]
-    sizes = by_importance(rows, job.batch_rows, job.choices.pipeline_ranks or job.machine.num_ranks)
+    sizes = _by_importance(rows, job.batch_rows, job.choices.pipeline_ranks or job.machine.num_ranks)
     left_s = max(_PROFILE * deadline.seconds - deadline.elapsed_s, 0.0)
     profile = profile_file(model_file, sizes, job.measuring, report, left_s)
     missing = ", ".join(map(str, sorted({*sizes} - {*profile})))
@@ -261,7 +260,7 @@ def profile_in_time(job: Job, model_file: ModelFile, deadline: Deadline, report:
     return profile, [remark] if missing else []
 
 
-def by_importance(sizes: Sequence[int], batch_rows: int, num_ranks: int) -> list[int]:
+def _by_importance(sizes: Sequence[int], batch_rows: int, num_ranks: int) -> list[int]:
     """The largest size of which each rank of a pipeline gets two or more, the smallest, then the others, largest first.
 
     Large micro-batches make ops efficient, and the first of them is measured even if no time is left for others.
@@ -271,7 +270,7 @@ def by_importance(sizes: Sequence[int], batch_rows: int, num_ranks: int) -> list
     return list(dict.fromkeys([largest, ascending[0], *reversed(ascending)]))
 
 
-def with_links(
+def _with_links(
     machine: Machine, measuring: Measuring, deadline: Deadline, report: Report
 ) -> tuple[Machine, str, list[str]]:
     """The machine with links between CPUs of this one, on which plans are tried; why they were not measured; remarks.

@@ -17,7 +17,7 @@ from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.text import count_text
 from rota.core.timeline import Timeline
-from rota.planning.candidate import Candidate
+from rota.planning.layouts import Candidate
 
 SEARCHED = "searched"  # instead of a schedule's name
 

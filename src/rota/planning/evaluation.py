@@ -9,10 +9,9 @@ from rota.core.errors import RotaError
 from rota.core.placing import bidirectional, interleaved, wave
 from rota.core.simulation import simulate
 from rota.core.timeline import Timeline
-from rota.planning.candidate import Candidate
 from rota.planning.choosing import Contender
 from rota.planning.layout_bounds import least_bytes, placement_bound_us
-from rota.planning.layouts import Layout, Shape
+from rota.planning.layouts import Candidate, Layout, Shape
 from rota.schedules import FAMILIES, Family
 
 ANY_ORDER = "any order"  # of the ops: what least_bytes rules out, no schedule can fit

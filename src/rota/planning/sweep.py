@@ -22,11 +22,10 @@ from rota.core.errors import PlacementError, SearchError
 from rota.core.stopping import Stopped, ended_by_ctrl_c, look
 from rota.core.text import count_text
 from rota.planning import evaluation
-from rota.planning.candidate import Candidate
 from rota.planning.choosing import SEARCHED, Contender
 from rota.planning.evaluation import ANY_ORDER, Misfit, families, seconds_of
 from rota.planning.layout_bounds import layout_bound_us, placement_bound_us
-from rota.planning.layouts import Layout, cuts, layouts
+from rota.planning.layouts import Candidate, Layout, cuts, layouts
 from rota.planning.request import Deadline, Request
 from rota.schedules import Family
 

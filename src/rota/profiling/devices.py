@@ -137,7 +137,7 @@ def device_named(name: str) -> DeviceModel:
 def place_name(stages: Stages) -> str:
     """The devices of the stages' parameters, such as "NVIDIA H200"; the CPU if they are on no other."""
     devices = accelerators_of(stages)
-    return " and ".join(dict.fromkeys(map(device_name, devices))) if devices else f"{cpu_name()}, 1 thread"
+    return " and ".join(dict.fromkeys(map(_device_name, devices))) if devices else f"{cpu_name()}, 1 thread"
 
 
 def accelerators_of(stages: Stages) -> list[torch.device]:
@@ -189,7 +189,7 @@ def memory_bytes_per_rank(name: str | None, ranks_per_machine: int) -> int:
     return num_bytes
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """What the maker calls an accelerator; its type where PyTorch does not know."""
     name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)
     return str(name(device))

@@ -19,8 +19,7 @@ from rota.models.stages import holds
 from rota.profiling.clocks import Clocks, Laps, Run, launch_text
 from rota.profiling.devices import DeviceModel
 from rota.profiling.kept_storages import KeptStorages, Name, kept_storages_of, place_of
-from rota.profiling.known_numbers import KnownNumbers
-from rota.profiling.missing_data import module_that_raised, why_not_estimated
+from rota.profiling.missing_data import KnownNumbers, module_that_raised, why_not_estimated
 from rota.profiling.peak_memory import peaks
 from rota.profiling.roofline import Kernels, Roofline
 from rota.profiling.stage_run import (

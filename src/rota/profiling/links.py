@@ -101,10 +101,10 @@ def measure_links(
     names = all_gather_json(_host_name())
     hosts = [names.index(name) for name in names]
     report(f"messages between {size} ranks, one at a time")
-    alone = messages_alone(_pairs_of(hosts), size, own, repeats)
+    alone = _messages_alone(_pairs_of(hosts), size, own, repeats)
     report("messages between all neighbours at once")
     rounds = {
-        host: messages_at_once(ranks, size, own, max(repeats // 2, 1))
+        host: _messages_at_once(ranks, size, own, max(repeats // 2, 1))
         for host in sorted({*hosts})
         if len(ranks := [rank for rank, host_of_rank in enumerate(hosts) if host_of_rank == host]) > 1
     }
@@ -413,7 +413,7 @@ def _times_of(timeline: Timeline) -> dict[Op, tuple[int, int]]:
     return {span.work: (span.start_us, span.end_us) for span in timeline.op_spans() if isinstance(span.work, Op)}
 
 
-def messages_alone(
+def _messages_alone(
     pairs: Sequence[Pair], num_ranks: int, device: Device, repeats: int
 ) -> dict[Pair, list[list[float]]]:
     """Times of single messages between pairs of ranks, in µs, both directions in the mean. Collective.
@@ -442,7 +442,7 @@ def messages_alone(
     return messages_us
 
 
-def messages_at_once(ranks: Sequence[int], num_ranks: int, device: Device, repeats: int) -> list[float]:
+def _messages_at_once(ranks: Sequence[int], num_ranks: int, device: Device, repeats: int) -> list[float]:
     """Times of rounds in which all of `ranks` exchange messages with the ranks beside them, in µs. Collective.
 
     Returns:
