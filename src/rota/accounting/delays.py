@@ -144,11 +144,10 @@ class Overruns:
         place: Place | None = last
         while place is not None and self._readiness.end_us(place) > since_us:
             op, start, end = self._readiness.op(place), self._readiness.start_us(place), self._readiness.end_us(place)
-            due = min(start + self._planned_us[place.rank][op], end)
-            lost = self._cores.lost_us(start, end) if self._cores else 0
-            middle = min(due + lost, end)
-            for a, b, cause in ((middle, end, Cause.SLOWER), (due, middle, Cause.CORES)):
-                if max(a, since_us) < min(b, until_us):
-                    pieces.append(Idle(rank, max(a, since_us), min(b, until_us), cause, op))
+            if (due := start + self._planned_us[place.rank][op]) < end:
+                middle = min(due + (self._cores.lost_us(start, end) if self._cores else 0), end)
+                for a, b, cause in ((middle, end, Cause.SLOWER), (due, middle, Cause.CORES)):
+                    if max(a, since_us) < min(b, until_us):
+                        pieces.append(Idle(rank, max(a, since_us), min(b, until_us), cause, op))
             place = self._readiness.predecessor(place) if start > since_us else None
         return pieces[::-1]
