@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten as tree_flatten, tree_iter, tree_map, tree_unflatten as tree_unflatten
@@ -34,11 +34,10 @@ def run_backward(
 ) -> None:
     """`torch.autograd.backward` without its preparations, which cost half of its time; every root needs its gradient.
 
-    `weights`: only those get their gradients, all if there are none. Relies on `_engine_run_backward` of
-    `torch.autograd.graph`, which `torch.autograd.backward` calls. The engine itself compares shapes, dtypes and devices
-    of `gradients` and `roots`.
+    `weights`: only those get their gradients, all if there are none. Relies on `Variable._execution_engine`, which
+    `torch.autograd.backward` calls. The engine itself compares shapes, dtypes and devices of `gradients` and `roots`.
     """
-    _engine_run_backward(
+    _run_engine(
         tuple(roots), tuple(gradients), False, False, tuple(weights), allow_unreachable=True, accumulate_grad=True
     )
 
@@ -51,10 +50,19 @@ def gradients_into(
     retain_graph: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` without its preparations, for `edges`; None where none arrives. See `run_backward`."""
-    arrived: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+    arrived: tuple[torch.Tensor | None, ...] = _run_engine(
         tuple(roots), tuple(gradients), retain_graph, False, tuple(edges), True, accumulate_grad=False
     )
     return arrived
+
+
+_run_engine = torch.autograd.Variable._execution_engine.run_backward
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Its `apply` without what functorch's transforms need. Relies on the base class of `torch.autograd.Function`."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def is_in_backward() -> bool:
@@ -120,9 +128,9 @@ def release_saved(nodes: Iterable[Node]) -> None:
 
     Relies on `SavedTensor.register_hooks`, which replaces the saved tensor by the hook's result, and detaches it.
     A dispatch mode would see the Python number that a saved scalar is (`x * 0.5`), which has no `detach`, so no mode is
-    active meanwhile: `_disable_current_modes`.
+    active meanwhile: `_disable_current_modes`, which takes long, and `_len_torch_dispatch_stack`.
     """
-    with _disable_current_modes():
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
         for node in nodes:
             for saved in _saved_by(node):
                 if saved.unpack_hook is None and saved.data is not None:
@@ -167,14 +175,17 @@ def writable(leaf: torch.Tensor) -> torch.Tensor:
 _unsafe_view = torch.ops.aten._unsafe_view.default  # found once: looking it up takes half as long as calling it
 
 
-def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
+def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> bool:
     """Count writes into the tensors of `writable` as writes into the leaves, whose versions autograd checks.
 
-    Relies on `Tensor._version`.
+    Returns whether there were any. Relies on `Tensor._version`.
     """
+    are_written = False
     for leaf, same in zip(leaves, entered, strict=True):
         if same is not leaf and same._version:
             torch.autograd.graph.increment_version(leaf)
+            are_written = True
+    return are_written
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -66,9 +66,11 @@ def add_loss(value: torch.Tensor, count: float | torch.Tensor | None = None) -> 
         raise PipelineError(f"rota.add_loss got {got}; give a real tensor with one element")
     collector = _COLLECTOR.get()
     known = None if count is None else _known(count)
+    if is_in_backward():
+        return  # a checkpointed block runs its forward again
     if collector is not None:
         collector.losses.append(AddedLoss(value, known))
-    elif value.requires_grad and not is_in_backward():
+    elif value.requires_grad:
         warnings.warn(
             "rota.add_loss is called outside of a Pipeline, so its loss is not trained; use "
             "`with rota.collect_losses() as added:` around forward and backward, and add `added.total` to the loss",
@@ -95,8 +97,6 @@ class _Collecting:
 
 def collect_losses() -> AbstractContextManager[AddedLosses]:
     """Collect what `add_loss` is called with, so that the unsplit model trains as its stages do.
-
-    The backward of checkpointed blocks calls it again: keep the backward inside too, after `total` was read.
 
     Returns:
         A context manager that gives an `AddedLosses`, with `total` and `weighted_total`.

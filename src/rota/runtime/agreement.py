@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple, final
 from weakref import WeakKeyDictionary
 
@@ -150,7 +152,7 @@ class Brought(NamedTuple):
 class Agreed(NamedTuple):
     """What all ranks agreed on before a run."""
 
-    with_layouts: bool  # values are sent with their layouts
+    learns: bool  # values are sent with their layouts
     seed: int
     asking: list[int]  # the ranks of this pipeline that ask for outputs
     batch: Batch  # with the shares that all ranks give the micro-batches
@@ -212,7 +214,7 @@ class Agreement:
         if (shares, padding) != (batch.shares, batch.padding):
             batch = replace(batch, shares=shares, padding=padding)
         processes = enumerate(self._processes.pipeline_processes)
-        asking = [rank for rank, process in processes if row.calls[process] is Call.FORWARD]
+        asking = [rank for rank, process in processes if row.calls[process] == Call.FORWARD]
         return Agreed(bool(layouts), seed, asking, batch, others[NUM_UPDATE_FLAGS:], -most_running)
 
     def _knows_weights(self, ready: ReadyPlan, batch: Batch) -> bool:
@@ -243,22 +245,20 @@ class Agreement:
         """
         self._watched.num_calls += 1
         size = len(self._names)
-        row = [0] * (_NUM_FLAGS + 3 * size)
-        row[: len(flags)] = flags
-        row[_NUM_FLAGS + self._process] = int(call)
-        row[_NUM_FLAGS + size + self._process] = bits_of(number)
-        row[_NUM_FLAGS + 2 * size + self._process] = plan
-        maxima = torch.tensor(row, device="cpu")
-        self._transport.all_reduce(maxima, dist.ReduceOp.MAX, doing)
-        row = maxima.tolist()
-        calls = [Call(code) for code in row[_NUM_FLAGS : _NUM_FLAGS + size]]
-        self._refuse_differences(calls)
-        by_process = row[_NUM_FLAGS + size :]
-        return _Row(row[: len(flags)], calls, [*map(number_of, by_process[:size])], by_process[size:])
+        row = array("q", bytes(8 * (_NUM_FLAGS + 3 * size)))
+        row[: len(flags)] = array("q", flags)
+        own = int(call), bits_of(number), plan
+        row[_NUM_FLAGS + self._process :: size] = array("q", own)
+        # The tensor shares its memory with the array, which takes a fifth of the time of a tensor of a list.
+        self._transport.all_reduce(torch.frombuffer(row, dtype=torch.int64), dist.ReduceOp.MAX, doing)
+        agreed, codes, bits, plans = (
+            row[a:b].tolist() for a, b in pairwise([0, *range(_NUM_FLAGS, len(row) + 1, size)])
+        )
+        if codes.count(int(call)) < size:
+            self._refuse_differences([*map(Call, codes)])
+        return _Row(agreed[: len(flags)], codes, [*map(number_of, bits)], plans)
 
     def _refuse_differences(self, calls: list[Call]) -> None:
-        if len({*calls}) == 1:
-            return
         by_word: dict[str, list[str]] = {}
         for name, call in zip(self._names, calls, strict=True):
             by_word.setdefault(_WORDS[call], []).append(name)
@@ -326,7 +326,7 @@ class _Row(NamedTuple):
     """What `Agreement._all_reduce` returns; all but `flags` by process."""
 
     flags: list[int]
-    calls: list[Call]
+    calls: list[int]
     numbers: list[float]
     plans: list[int]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from rota.core.plan import Plan
 from rota.core.programs.actions import Message, ValueKey
 from rota.runtime.device.protocol import Mark, QueuedDevice
-from rota.runtime.gradients.split_backward import Gradients
 from rota.runtime.meshes import Processes
 from rota.runtime.messages import Format
 from rota.runtime.recorder import Column, Marks, Pair
@@ -39,6 +38,9 @@ from rota.runtime.transport import (
     outgoing_gradients,
 )
 from rota.torch_internals import backend_of, message_options, move_message
+
+#: What gives a step to the stream that it gets, and returns the mark behind it; None if it has none.
+OnStream: TypeAlias = Callable[[Any], Mark]
 
 
 @final
@@ -61,12 +63,10 @@ class Passage:
 
 @final
 class Channels:
-    """One rank's messages. Making it is collective. `marks` gets the times of the messages of a step."""
+    """One rank's messages. Making it is collective. What it binds returns the mark behind a step on its stream."""
 
     def __init__(self, plan: Plan, device: QueuedDevice, hosts: Transport, processes: Processes) -> None:
-        self._device, self._hosts = device, hosts
-        self._use, self._mark_on, self._where = device.use, device.mark_on, device.torch_device
-        self.formats: dict[ValueKey, Format] = {}
+        self._device, self._hosts, self._where = device, hosts, device.torch_device
         self.marks = Marks()
         self._backends = _open(plan, device, processes)
         self._buffers: dict[Passage, tuple[list[torch.Tensor], Format, Mark]] = {}
@@ -79,9 +79,9 @@ class Channels:
         channel = message.transfer.sender, message.transfer.receiver
         return Passage(message, position, message.value, message.column, channel, *self._backends[channel])
 
-    def begin(self, marks: Marks, formats: dict[ValueKey, Format]) -> None:
-        """A new step."""
-        self.marks, self.formats = marks, formats
+    def begin(self, marks: Marks) -> None:
+        """A new step; `marks` gets the times of its messages."""
+        self.marks = marks
         self._flags.clear()
         held: list[dict[Any, Any]] = [self._buffers, self._arriving, self._sent]
         if any(held):  # by a failed step, whose kernels may still use it
@@ -89,88 +89,108 @@ class Channels:
         for of_step in held:
             of_step.clear()
 
-    def allocate(self, passage: Passage, with_layout: bool, stream: Any) -> Mark:
-        """Allocate the buffers of a message from the pool of `stream`; returns the mark behind their earlier use.
+    def allocating(self, passage: Passage, formats: dict[ValueKey, Format], learns: bool) -> OnStream:
+        """What allocates the buffers of a message from the pool of a stream; its mark is behind their earlier use.
 
-        `with_layout`: once the sender's host has sent their layout. The buffers are new ones each time: autograd, hooks
+        If it `learns`, the sender's host sends their layout first. The buffers are new ones each time: autograd, hooks
         and modules may hold on to them, and must not see them change.
         """
-        if with_layout and not passage.value[1]:
-            self.formats[passage.value] = Format(self._hosts.receive_layout(passage.message))
-        form, shapes = expected(self.formats, passage.value)
-        buffers = [torch.empty(shape, dtype=dtype, device=self._where) for shape, dtype in shapes]
-        mark = self._mark_on(stream)
-        self._buffers[passage] = buffers, form, mark
-        return mark
+        key, where, mark_on, hosts = passage.value, self._where, self._device.mark_on, self._hosts
+        learns = learns and not key[1]
 
-    def receive(self, passage: Passage, stream: Any) -> Mark:
-        """Enqueue the receive; returns the mark behind it."""
-        buffers, form, allocated = self._buffers.pop(passage)
-        value = passage.value
-        if value[1] and self._hosts.flags.travel(value[0], len(buffers)):
-            self._flags[value] = passage.message, self._hosts.post_flags(passage.message, form)
-        try:
-            with self._use(stream):
-                for buffer in buffers:
-                    move_message(passage.backend, as_sent(buffer), passage.options)
-        except dist.DistError as error:
-            raise lost(passage.message.transfer.sender, passage.message) from error
-        end = self._mark_on(stream)
-        self.marks.receives.append((passage.column, passage.channel, allocated, end))
-        self._arriving[value] = buffers, form
-        return end
+        def allocate(stream: Any) -> Mark:
+            if learns:
+                formats[key] = Format(hosts.receive_layout(passage.message))
+            form, shapes = expected(formats, key)
+            buffers = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype in shapes]
+            mark = mark_on(stream)
+            self._buffers[passage] = buffers, form, mark
+            return mark
 
-    def take(self, key: ValueKey) -> Any:
-        """A received value: an activation (tensors that need a gradient are leaves) or a list of gradients.
+        return allocate
+
+    def receiving(self, passage: Passage) -> OnStream:
+        """What enqueues the receive of a message."""
+        key, hosts, use, mark_on = passage.value, self._hosts, self._device.use, self._device.mark_on
+        edge, is_gradient, _ = key
+
+        def receive(stream: Any) -> Mark:
+            buffers, form, allocated = self._buffers.pop(passage)
+            if is_gradient and hosts.flags.travel(edge, len(buffers)):
+                self._flags[key] = passage.message, hosts.post_flags(passage.message, form)
+            try:
+                with use(stream):
+                    for buffer in buffers:
+                        move_message(passage.backend, as_sent(buffer), passage.options)
+            except dist.DistError as error:
+                raise lost(passage.message.transfer.sender, passage.message) from error
+            end = mark_on(stream)
+            self.marks.receives.append((passage.column, passage.channel, allocated, end))
+            self._arriving[key] = buffers, form
+            return end
+
+        return receive
+
+    def taking(self, key: ValueKey) -> Callable[[], Any]:
+        """What gives a received value: an activation (tensors that need a gradient are leaves) or a list of gradients.
 
         A gradient that is missing is None: the host waits for flags, if there are any.
         """
-        buffers, form = self._arriving.pop(key)
-        if not key[1]:
-            return activation(buffers, form)
-        if key not in self._flags:
-            return buffers
-        return self._hosts.flags.read(key[0], self._hosts.take_flags(*self._flags.pop(key)), buffers)
 
-    def sending(self, passage: Passage, with_layout: bool) -> Callable[[Any, Any], Mark]:
-        """What enqueues the send of a value on a stream in each step, and returns the mark behind it."""
+        def take() -> Any:
+            buffers, form = self._arriving.pop(key)
+            if not key[1]:
+                return activation(buffers, form)
+            if key not in self._flags:
+                return buffers
+            return self._hosts.flags.read(key[0], self._hosts.take_flags(*self._flags.pop(key)), buffers)
+
+        return take
+
+    def sending(
+        self, passage: Passage, take: Callable[[], Any], formats: dict[ValueKey, Format], learns: bool
+    ) -> OnStream:
+        """What enqueues the send of the value that `take` gives."""
         if passage.value[1]:
-            return partial(self._send_gradients, passage)
-        return partial(self._send_value, passage, with_layout)
+            return partial(self._send_gradients, passage, take, formats)
+        return partial(self._send_value, passage, take, formats, learns)
 
-    def _send_value(self, passage: Passage, with_layout: bool, value: Any, stream: Any) -> Mark:
-        layout, tensors = outgoing(self.formats, passage.message, value, with_layout)
+    def _send_value(
+        self, passage: Passage, take: Callable[[], Any], formats: dict[ValueKey, Format], learns: bool, stream: Any
+    ) -> Mark:
+        layout, tensors = outgoing(formats, passage.message, take(), learns)
         if layout is not None:
             self._hosts.send(passage.message, as_tensors(layout))
-        return self._send(passage, tensors, stream)
+        with self._device.use(stream):
+            return self._send(passage, tensors, stream)
 
-    def _send_gradients(self, passage: Passage, gradients: Gradients, stream: Any) -> Mark:
-        with self._use(stream):  # zeros are made by a kernel of this stream
-            flags, tensors = outgoing_gradients(
-                self._hosts.flags, self.formats, passage.message, gradients, self._where
-            )
-        if flags is not None:
-            self._hosts.send(passage.message, [flags])
-        return self._send(passage, tensors, stream)
+    def _send_gradients(
+        self, passage: Passage, take: Callable[[], Any], formats: dict[ValueKey, Format], stream: Any
+    ) -> Mark:
+        gradients = take()
+        with self._device.use(stream):  # zeros are made by a kernel of this stream
+            flags, tensors = outgoing_gradients(self._hosts.flags, formats, passage.message, gradients, self._where)
+            if flags is not None:
+                self._hosts.send(passage.message, [flags])
+            return self._send(passage, tensors, stream)
 
     def _send(self, passage: Passage, tensors: list[torch.Tensor], stream: Any) -> Mark:
         held = [*tensors]
         try:
-            with self._use(stream):
-                for tensor in tensors:
-                    sent = as_sent(tensor)  # here: a copy that it makes is a kernel of this stream
-                    held.append(sent)
-                    move_message(passage.backend, sent, passage.options)
+            for tensor in tensors:
+                sent = as_sent(tensor)  # here: a copy that it makes is a kernel of this stream
+                held.append(sent)
+                move_message(passage.backend, sent, passage.options)
         except dist.DistError as error:
             raise lost(passage.message.transfer.receiver, passage.message) from error
-        end = self._mark_on(stream)
+        end = self._device.mark_on(stream)
         self.marks.sends.append((passage.column, passage.channel, passage.position, end))
         self._sent[passage] = held
         return end
 
-    def release(self, passage: Passage, stream: Any) -> None:  # noqa: ARG002 - it has waited
-        """Let go of what was sent; the compute stream has waited for the send."""
-        del self._sent[passage]
+    def releasing(self, passage: Passage) -> OnStream:
+        """What lets go of what was sent, on a stream that has waited for the send."""
+        return lambda _: self._sent.__delitem__(passage)
 
     def drain(self) -> None:
         """Wait until all layouts are through, on the host. Raises LostRankError if one is not."""

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -33,8 +32,8 @@ from rota.runtime.gradients.forward_backward import (
     pass_on,
     refuse_modes_without_gradients,
 )
-from rota.runtime.gradients.recompute import Again, drawing_again, versions_in, without_activations
-from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.gradients.recompute import drawing_again, versions_in, without_activations
+from rota.runtime.gradients.split_backward import Split
 from rota.runtime.losses import LossFn, MicrobatchLoss, Weighed, ends_of, loss_of, needs_target, refuse_weights_in
 from rota.runtime.messages import hand_over
 from rota.runtime.microbatches import Microbatches
@@ -142,7 +141,9 @@ class Compute:
         self._sinks = {*stages.sinks}
         self._num_stages = len(stages) // stages.num_components  # of one copy of the model
         self._forwards: dict[int, StageForward] = {}
-        self._kept: dict[tuple[int, int], Kept | Again | WeightWork] = {}
+        self._kept: dict[tuple[int, int], Any] = {}  # by stage and micro-batch: Kept, Again or WeightWork
+        self._splits: dict[int, list[Split]] = {}  # by stage, see `input_gradients`
+        self._roots: dict[Any, torch.Tensor] = {}  # see `keep_loss`
         self._batch = Batch(Microbatches([]), Microbatches([]), [])
         self._chunks = PassedOn()
         self._seed = 0
@@ -153,13 +154,18 @@ class Compute:
         self.outputs: dict[int, Any] = {}
 
     @contextmanager
-    def step(self, batch: Batch, seed: int) -> Iterator[None]:
-        """Around the ops of a step."""
+    def step(self, batch: Batch, seed: int, learns: bool) -> Iterator[None]:
+        """Around the ops of a step. `learns`: see `StageForward`."""
         if self._trains:
             refuse_modes_without_gradients()
         self._batch, self._seed = batch, seed
         self._autocast = ambient_autocast()
         self._kept.clear()
+        self._roots.clear()
+        for splits in self._splits.values():
+            splits.clear()
+        for forward in self._forwards.values():
+            forward.learns = learns
         self._chunks.begin(batch.chunks)
         self.losses, self.added, self.outputs = {}, {}, {}
         with collect_losses() as self._collector:
@@ -174,115 +180,144 @@ class Compute:
         F takes the values of the stage's incoming edges and returns those of its outgoing ones; B and I take gradients
         of the outgoing edges and return those of the incoming ones; R and W take and return nothing.
         """
-        stage = op.stage
+        stage, kind, microbatch = op
         if stage not in self._forwards:
             self._forwards[stage] = StageForward(self._stages, stage, split=stage in self._split)
-        if op.kind is Kind.F:
-            return partial(self._recomputable_forward if stage in self._recomputed else self._forward, op)
-        if op.kind is Kind.R:
-            return partial(self._recompute, op)
-        computes = {Kind.B: self._whole_backward, Kind.I: self._input_backward, Kind.W: self._weight_backward}[op.kind]
-        recomputes = stage in self._recomputed_late and op.kind is not Kind.W
-        return partial(self._backward, op, computes, recomputes)
+            self._splits[stage] = []
+        if kind is Kind.F:
+            forward = self._forward(stage, microbatch)
+            return self._recomputable(forward, stage, microbatch) if stage in self._recomputed else forward
+        if kind is Kind.R:
+            return self._recompute(stage, microbatch)
+        if kind is Kind.W:
+            return self._without_autocast(self._weight_backward((stage, microbatch)))
+        backward_of = self._input_backward if kind is Kind.I else self._whole_backward
+        compute = self._without_autocast(backward_of(stage, microbatch))
+        return _after(self._recompute(stage, microbatch), compute) if stage in self._recomputed_late else compute
+
+    def explain(self, op: Op, error: Exception) -> PipelineError | None:
+        """What an error of an op means; None if only the op itself knows."""
+        return self._forwards[op.stage].explain(error) if isinstance(error, RuntimeError) else None
 
     # --- backwards ------------------------------------------------------------------------------------------------
 
-    def _backward(
-        self, op: Op, computes: Callable[[Op, list[Any]], list[Any]], recomputes: bool, received: list[Any]
-    ) -> list[Any]:
-        if recomputes:
-            self._recompute(op, [])
-        try:
+    def _without_autocast(self, compute: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+        def run(received: list[Any]) -> list[Any]:
+            if not self._autocast:
+                return compute(received)
             with without_autocast(self._autocast):
-                return computes(op, received)
-        except RuntimeError as error:
-            if "backward through the graph a second time" in str(error):
-                raise PipelineError(
-                    f"{op} goes backward through a graph a second time: give step detached tensors if the inputs carry "
-                    f"the graph that made them, and keep tensor.detach() where stage {op.stage} keeps a tensor from "
-                    f"one micro-batch to the next ({str(error).partition('.')[0]})"
-                ) from error
-            raise
-        finally:
-            self._collector.losses.clear()  # a checkpointed block has run its forward again, which adds them again
+                return compute(received)
 
-    def _whole_backward(self, op: Op, received: list[Any]) -> list[Any]:
-        kept = self._kept.pop((op.stage, op.microbatch))
-        assert isinstance(kept, Kept)
-        gradients = backward(kept, received)
-        self._chunks.release(op.stage, op.microbatch)
-        return gradients
+        return run
 
-    def _input_backward(self, op: Op, received: list[Any]) -> list[Any]:
-        kept = self._kept.pop((op.stage, op.microbatch))
-        assert isinstance(kept, Kept)
-        gradients, self._kept[op.stage, op.microbatch] = backward_inputs(kept, received)
-        self._chunks.release(op.stage, op.microbatch)
-        return gradients
+    def _whole_backward(self, stage: int, microbatch: int) -> Callable[[list[Any]], list[Any]]:
+        kept, key, chunks = self._kept, (stage, microbatch), self._chunks
 
-    def _weight_backward(self, op: Op, _: list[Any]) -> list[Any]:
-        work = self._kept.pop((op.stage, op.microbatch))
-        assert isinstance(work, WeightWork)
-        work.run()
-        return []
+        def run(received: list[Any]) -> list[Any]:
+            gradients = backward(kept.pop(key), received)
+            chunks.release(stage, microbatch)
+            return gradients
+
+        return run
+
+    def _input_backward(self, stage: int, microbatch: int) -> Callable[[list[Any]], list[Any]]:
+        kept, key, chunks, splits = self._kept, (stage, microbatch), self._chunks, self._splits[stage]
+
+        def run(received: list[Any]) -> list[Any]:
+            gradients, kept[key] = backward_inputs(kept.pop(key), received, splits)
+            chunks.release(stage, microbatch)
+            return gradients
+
+        return run
+
+    def _weight_backward(self, key: tuple[int, int]) -> Callable[[list[Any]], list[Any]]:
+        kept = self._kept
+
+        def run(_: list[Any]) -> list[Any]:
+            kept.pop(key).run()
+            return []
+
+        return run
 
     # --- forwards -------------------------------------------------------------------------------------------------
 
-    def _recompute(self, op: Op, _: list[Any]) -> list[Any]:
-        again = self._kept.pop((op.stage, op.microbatch))
-        assert isinstance(again, Again)
-        with drawing_again(self._stages[op.stage], again):
-            self._forward(op, again.received, again.buffers)
-        return []
+    def _recompute(self, stage: int, microbatch: int) -> Callable[[list[Any]], list[Any]]:
+        kept, key, module = self._kept, (stage, microbatch), self._stages[stage]
+        forward = self._forward(stage, microbatch)
 
-    def _recomputable_forward(self, op: Op, received: list[Any]) -> list[Any]:
-        inputs = self._stages.pick_inputs(op.stage, self._batch.inputs[op.microbatch])
-        with without_activations(self._stages[op.stage], received, inputs, f"stage {op.stage}") as again:
-            values = self._forward(op, received)
-        self._kept[op.stage, op.microbatch] = again
-        return values
+        def run(_: list[Any]) -> list[Any]:
+            again = kept.pop(key)
+            with drawing_again(module, again):
+                forward(again.received, again.buffers)
+            return []
 
-    def _forward(self, op: Op, received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
-        stage, _, m = op
-        # By step, stage and micro-batch, not by the order or the rank: R draws what F drew.
-        self._device.seed(seed_of(self._seed, stage % self._num_stages, m))
-        batch, forward = self._batch, self._forwards[stage]
-        versions = self._versions_of_shared(stage, m) if stage in self._sharing else None
-        if m in self._chunks:
-            chunk = self._open_chunk(stage, m, received)
-            output, values, kept = forward(received, batch.inputs[m], buffers=buffers, chunk=chunk)
-            pass_on(kept, chunk.passed_on(), self._chunks.close(stage, m, chunk))
-        else:
-            output, values, kept = forward(received, batch.inputs[m], buffers=buffers)
-        if versions is not None and versions != self._versions_of_shared(stage, m):
-            raise PipelineError(
-                f"stage {stage} writes into an input that other stages read too, which on another rank would have it "
-                f"unchanged; let it begin with an operation that is not in place"
-            )
-        if stage in self._sinks:
-            self._take_output(kept, stage, m, output)
-        if self._collector.losses:
-            self._take_added(kept, stage, m, self._collector.losses)
-            self._collector.losses.clear()
-        if torch.is_grad_enabled():
-            if not (kept.losses or any(kept.outputs)):
-                self._refuse_lost_gradients(stage, kept)
-            self._kept[stage, m] = kept
-        return values
+        return run
 
-    def _take_output(self, kept: Kept, stage: int, m: int, output: Any) -> None:
+    def _recomputable(
+        self, forward: Callable[[list[Any]], list[Any]], stage: int, microbatch: int
+    ) -> Callable[[list[Any]], list[Any]]:
+        """The first forward of two."""
+
+        def run(received: list[Any]) -> list[Any]:
+            inputs = self._stages.pick_inputs(stage, self._batch.inputs[microbatch])
+            with without_activations(self._stages[stage], received, inputs, f"stage {stage}") as again:
+                values = forward(received)
+            self._kept[stage, microbatch] = again
+            return values
+
+        return run
+
+    def _forward(self, stage: int, microbatch: int) -> Callable[..., list[Any]]:
+        key, forward, kept_of, seed = (stage, microbatch), self._forwards[stage], self._kept, self._device.seed
+        # By stage and micro-batch, not by the order or the rank: R draws what F drew.
+        salt = seed_of(stage % self._num_stages, microbatch)
+        is_sink, shares_inputs = stage in self._sinks, stage in self._sharing
+        has_gradients = torch.is_grad_enabled
+
+        def run(received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
+            seed(self._seed ^ salt)
+            inputs = self._batch.inputs[microbatch]
+            versions = versions_in(self._stages.pick_inputs(stage, inputs)) if shares_inputs else None
+            chunk = self._open_chunk(stage, microbatch, received) if microbatch in self._chunks else None
+            output, values, kept = forward(received, inputs, buffers=buffers, chunk=chunk)
+            if chunk is not None:
+                pass_on(kept, chunk.passed_on(), self._chunks.close(stage, microbatch, chunk))
+            if versions is not None and versions != versions_in(self._stages.pick_inputs(stage, inputs)):
+                raise PipelineError(
+                    f"stage {stage} writes into an input that other stages read too, which on another rank would have "
+                    f"it unchanged; let it begin with an operation that is not in place"
+                )
+            if is_sink:
+                self._take_output(kept, stage, microbatch, output)
+            if self._collector.losses:
+                self._take_added(kept, stage, microbatch, self._collector.losses)
+                self._collector.losses.clear()
+            if has_gradients():
+                if not (kept.losses or any(kept.outputs)):
+                    self._refuse_lost_gradients(stage, kept)
+                kept_of[key] = kept
+            return values
+
+        return run
+
+    def _take_output(self, kept: Kept, stage: int, microbatch: int, output: Any) -> None:
         batch = self._batch
-        target = batch.targets[m]
+        target = batch.targets[microbatch]
         if self._loss_fn is not None and (target is not None or batch.loss_of_output):
-            self._take_loss(kept, m, *self._loss_of(self._loss_fn, output, target, stage))
-        if batch.keeps_outputs and not batch.is_padding(m):
-            self.outputs[m] = hand_over(output)
+            root, loss = self._loss_of(self._loss_fn, output, target, stage)
+            if loss.count is None:
+                self._refuse_mean(microbatch, "the loss")
+            keep_loss(kept, root, batch.weight(microbatch, loss.count, is_sum=True), self._roots)
+            if not batch.is_padding(microbatch):
+                self.losses[microbatch] = loss
+        if batch.keeps_outputs and not batch.is_padding(microbatch):
+            self.outputs[microbatch] = hand_over(output)
 
-    def _open_chunk(self, stage: int, m: int, received: list[Any]) -> Chunk:
+    def _open_chunk(self, stage: int, microbatch: int, received: list[Any]) -> Chunk:
         """What the forward of a chunk reads of earlier ones."""
         module = self._stages[stage]
-        values = (*received, *self._stages.pick_inputs(stage, self._batch.inputs[m]))
-        return self._chunks.open(stage, m, module, f"stage {stage} ({type(module).__name__})", values)
+        values = (*received, *self._stages.pick_inputs(stage, self._batch.inputs[microbatch]))
+        return self._chunks.open(stage, microbatch, module, f"stage {stage} ({type(module).__name__})", values)
 
     def _refuse_mean(self, microbatch: int, what: str) -> None:
         if microbatch in self._chunks:
@@ -298,14 +333,6 @@ class Compute:
             refuse_weights_in(root, ends, self._stages, stage)
             self._loss_is_checked = True
         return root, loss
-
-    def _take_loss(self, kept: Kept, microbatch: int, root: torch.Tensor, loss: MicrobatchLoss) -> None:
-        batch = self._batch
-        if loss.count is None:
-            self._refuse_mean(microbatch, "the loss")
-        keep_loss(kept, root, batch.weight(microbatch, loss.count, is_sum=True))
-        if not batch.is_padding(microbatch):
-            self.losses[microbatch] = loss
 
     def _take_added(self, kept: Kept, stage: int, microbatch: int, losses: list[AddedLoss]) -> None:
         batch = self._batch
@@ -334,5 +361,12 @@ class Compute:
                 f"detach(), no_grad() and the like, or freeze all parameters by requires_grad_(False)"
             )
 
-    def _versions_of_shared(self, stage: int, microbatch: int) -> list[int]:
-        return versions_in(self._stages.pick_inputs(stage, self._batch.inputs[microbatch]))
+
+def _after(
+    before: Callable[[list[Any]], list[Any]], compute: Callable[[list[Any]], list[Any]]
+) -> Callable[[list[Any]], list[Any]]:
+    def run(received: list[Any]) -> list[Any]:
+        before([])
+        return compute(received)
+
+    return run

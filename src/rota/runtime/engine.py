@@ -155,10 +155,9 @@ class Engine:
                     loss = self.step_results.finish(call, ready, batch)
                 else:
                     handle = self.step_results.hand_over(call, ready, batch, self.watched.step)
-                if handle is None or handle.is_done:
-                    execution.settle()
-                    if execution.trains and call.syncs and not self.step_results.loss_scale.is_on:
-                        self.updates.watch_gradients()
+                is_over = handle is None or handle.is_done
+                if is_over and execution.trains and call.syncs and not self.step_results.loss_scale.is_on:
+                    self.updates.watch_gradients()
         except BaseException as error:
             execution.forget()
             if execution.trains:
@@ -186,10 +185,10 @@ class Engine:
     def _run_ops(self, call: Call, ready: ReadyPlan, agreed: Agreed, watch: MemoryWatch | None) -> Batch:
         execution, batch = ready.execution, agreed.batch
         if execution.trains and ready.reductions is not None:
-            self.gradients.begin(ready.reductions, call.syncs, agreed.with_layouts)
+            self.gradients.begin(ready.reductions, call.syncs, agreed.learns)
         seed = agreed.seed + self.processes.replica
         with self.updates.refused() if call.is_step else nullcontext():
-            execution.run(batch, seed, agreed.with_layouts, self.watchdog.tick, watch)
+            execution.run(batch, seed, agreed.learns, self.watchdog.tick, watch)
         refuse_writes_to_shared(batch.split_inputs, batch.split_targets)
         self.gradients.finish(execution, call.syncs)
         return batch

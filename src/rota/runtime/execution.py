@@ -8,6 +8,7 @@ On the CPU the loop goes over the actions of `rota.core.programs.actions`. On a 
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +26,15 @@ from rota.core.simulation import simulate
 from rota.core.tasks import Kind, Op, Transfer
 from rota.core.timeline import Timeline
 from rota.models import Stages
-from rota.runtime.channels import Channels, Passage
+from rota.runtime.channels import Channels, OnStream, Passage
 from rota.runtime.compute import Batch, Compute
-from rota.runtime.device.protocol import Device, Mark, QueuedDevice, is_queued
+from rota.runtime.device.protocol import Device, Mark, is_queued
 from rota.runtime.faults.hang_report import Doing, is_in_a_collective
 from rota.runtime.layouts import KnownLayouts, Layouts, Size
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
 from rota.runtime.recorder import Marks, Record
-from rota.runtime.transport import Receive, Transport
+from rota.runtime.transport import Transport
 from rota.torch_internals import version_of
 
 
@@ -107,7 +108,7 @@ class Execution:
         modules = [stages[stage] for stage in plan.placement.stages_on(here.rank)]
         known = known if sizes and known is not None else KnownLayouts()
         self._layouts = Layouts(modules, sizes, known, self._keys_elsewhere())
-        #: The formats of activations, as of the last run with layouts, or as the caller set them.
+        #: The formats of activations, as of the last run that learned them, or as the caller set them.
         self.formats = self._layouts.formats
         #: What a run does, by whether it learns layouts: then it waits for each, so it keeps the strict order.
         self._actions: dict[bool, list[Bound]] = {}
@@ -147,42 +148,50 @@ class Execution:
     # --- one run ------------------------------------------------------------------------------------------------------
 
     def run(
-        self, batch: Batch, seed: int, with_layouts: bool, tick: Callable[[], None], watch: MemoryWatch | None = None
+        self, batch: Batch, seed: int, learns: bool, tick: Callable[[], None], watch: MemoryWatch | None = None
     ) -> None:
-        """Run all actions; `with_layouts`: values are sent with their layouts. `tick` is called before each action.
+        """Run all actions. If it `learns`, values are sent with their layouts. `tick` is called before each action.
 
         `watch` sees each op's end. On a queued device all actions have been enqueued when it returns.
         """
-        actions = self._actions[with_layouts]
-        self._begin(batch, with_layouts, actions)
+        actions = self._actions[learns]
+        self._begin(batch, learns, actions)
         torch.clear_autocast_cache()  # it may hold weights from before an optimizer's step
-        with self.compute.step(batch, seed), torch.set_grad_enabled(self.trains):
-            for self._at, act in actions:
-                tick()
-                act()
-                if watch is not None and self._at.what == "run":  # here, where the op's own variables are gone
-                    watch.op_ended(_op_of(self._at))
+        with self.compute.step(batch, seed, learns), torch.set_grad_enabled(self.trains):
+            try:
+                for self._at, act in actions:
+                    tick()
+                    act()
+                    if watch is not None and self._at.what == "run":  # here, where the op's own variables are gone
+                        watch.op_ended(_op_of(self._at))
+            except PipelineError:
+                raise
+            except Exception as error:
+                self._explain(error)
+                raise
         self._at = None
         (self._channels or self._transport).drain()
         if self.trains:
             edges = [edge[:2] for edge in self._stages.edges]
             self._transport.flags.end(edges, self._program.num_gradients_sent)
-        if with_layouts:
+        if learns:
             self._layouts.learn()
         self.complete, self._is_settled = True, False
 
-    def _begin(self, batch: Batch, with_layouts: bool, actions: list[Bound]) -> None:
-        self.marks, self.complete = Marks(), False
+    def _begin(self, batch: Batch, learns: bool, actions: list[Bound]) -> None:
+        if not self._is_settled:  # nobody has asked for the times of the step before
+            self._device.reuse(self.marks.on_device)
+        self.marks, self.complete, self._is_settled = Marks(), False, True
         self.record.microbatch_rows = batch.rows[0] if len({*batch.rows}) == 1 else None
         self._values[:] = [None] * len(self._slots)
         self._device.begin()
-        (self._channels or self._transport).begin(self.marks, self.formats)
-        if self._channels is not None:
-            self._mark = partial(self._queue.mark_on, self._queue.stream(COMPUTE))
+        (self._channels or self._transport).begin(self.marks)
+        if is_queued(self._device) and self._channels is not None:
+            self._mark = partial(self._device.mark_on, self._device.stream(COMPUTE))
             self._steps = [what for what, _ in actions if isinstance(what, Step)]
             self._behind[:] = [None] * len(actions)
         if self.trains:
-            self._transport.flags.begin(with_layouts)
+            self._transport.flags.begin(learns)
 
     def settle(self) -> None:
         """Put the times of the last run into `record`. On a queued device the host waits for the run to end."""
@@ -190,22 +199,35 @@ class Execution:
             self.record.settle(self.marks, self._device)
             self._is_settled, self._behind[:] = True, []
 
+    def _explain(self, error: Exception) -> None:
+        """Raises PipelineError if an op's error is told by how the op was run; else adds its place to the error."""
+        at = self._at
+        if at is None or at.what != "run":
+            return
+        op = _op_of(at)
+        if (refusal := self.compute.explain(op, error)) is not None:
+            raise refusal from error
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        received = next((frame.f_locals.get("received") for frame in frames if frame.f_code.co_name == "run_op"), None)
+        name = type(self._stages[op.stage]).__name__
+        where = f"rota: in {op} on rank {self.record.rank}, stage {op.stage} ({name})"
+        error.add_note(f"{where}, which received {', '.join(map(describe_value, received))}" if received else where)
+
     # --- binding: each action becomes a function without arguments, once per plan -------------------------------------
 
     def bind(self) -> None:
         """Bind all actions, with the hooks as they are now."""
         if self._channels is None:
-            self._actions = {with_layouts: [*self._host_actions(with_layouts)] for with_layouts in (False, True)}
+            self._actions = {learns: [*self._host_actions(learns)] for learns in (False, True)}
             return
         timeline = simulate(self.plan)
-        positions = {op: position for position, op in enumerate(self._order)}
-        for with_layouts in (False, True):
-            self._actions[with_layouts] = [*self._device_steps(timeline, positions, with_layouts)]
+        for learns in (False, True):
+            self._actions[learns] = [*self._device_steps(self._channels, timeline, learns)]
 
-    def _host_actions(self, with_layouts: bool) -> Iterator[Bound]:
+    def _host_actions(self, learns: bool) -> Iterator[Bound]:
         strict = self._program.actions
-        actions = strict if with_layouts else prefetch_receives(self.plan, self._program.rank, strict)
-        uses, receives = _Uses(self._program, self._slots, self._values), dict[ValueKey, Receive]()
+        actions = strict if learns else prefetch_receives(self.plan, self._program.rank, strict)
+        uses, takes = _Uses(self._program, self._slots, self._values), dict[ValueKey, Callable[[], Any]]()
         after: Bound | None = None  # what follows the last op and its messages
         for action in actions:
             message = action.message
@@ -214,51 +236,61 @@ class Execution:
                     yield after
                 hook = self._hooks.after.get(action.op)
                 after = None if hook is None else Bound(Action("reduce", action.op), partial(hook, None))
-                takes = {key: receives[key].take for key in self._values_of[action.op][0] if key in receives}
-                yield Bound(action, self._bind(action.op, takes, uses, with_layouts))
+                yield Bound(action, self._bind(action.op, takes, uses, learns))
             elif action.what == "receive":
-                receives[message.value] = self._transport.receive(message, with_layouts)
-                yield Bound(action, receives[message.value].post)
+                post, takes[message.value] = self._transport.receiving(message, self.formats, learns)
+                yield Bound(action, post)
             else:
-                send = self._transport.sending(message, with_layouts)
+                send = self._transport.sending(message, self.formats, learns)
                 yield Bound(action, partial(_pass, uses.taker(message.value), send))
         if after is not None:
             yield after
 
     def _bind(
-        self, op: Op, takes: Mapping[ValueKey, Callable[[], Any]], uses: _Uses, with_layouts: bool
+        self, op: Op, takes: Mapping[ValueKey, Callable[[], Any]], uses: _Uses, learns: bool
     ) -> Callable[[], None]:
         """The function that runs an op. `takes`: of the values that arrive."""
         read, made = self._values_of[op]
         reads = [takes[key] if key in takes else uses.local_taker(key) for key in read]
         slots = [(i, slot) for i, key in enumerate(made) if (slot := uses.slot(key)) is not None]
-        unsent = [(i, key) for i, key in enumerate(made) if op.kind is Kind.F and key[0] in self._program.unsent]
-        unsent = unsent if with_layouts else []
-        compute, values, before = self.compute.bind(op), self._values, self._hooks.before.get(op)
+        compute = self.compute.bind(op)
         if lent := self._lent(op):
             compute = partial(_refusing_writes, op, compute, lent)
+        unsent = [(i, key) for i, key in enumerate(made) if op.kind is Kind.F and key[0] in self._program.unsent]
+        if unsent and learns:
+            compute = partial(self._learn_unsent, compute, unsent, f"stage {op.stage}")
+        run = self._run_op(compute, reads, slots)
+        before = self._hooks.before.get(op)
+        return run if before is None else partial(_one_after_the_other, before, run)
 
-        def run() -> None:
-            if before is not None:
-                before()
+    def _run_op(
+        self, compute: Callable[[list[Any]], list[Any]], reads: list[Callable[[], Any]], slots: list[tuple[int, int]]
+    ) -> Callable[[], None]:
+        values = self._values
+
+        def run_op() -> None:
             received = [take() for take in reads]
-            mark = self._mark
+            mark, marks = self._mark, self.marks
             start = mark()
-            try:
-                outputs = compute(received)
-            except PipelineError:
-                raise
-            except Exception as error:
-                self._add_place(error, op, received)
-                raise
-            self.marks.ends.append(mark())
-            self.marks.starts.append(start)
+            outputs = compute(received)
+            marks.ends.append(mark())
+            marks.starts.append(start)
             for i, slot in slots:
                 values[slot] = outputs[i]
-            for i, key in unsent:
-                self.formats[key] = Format(flatten(outputs[i], f"stage {op.stage}")[1])
 
-        return run
+        return run_op
+
+    def _learn_unsent(
+        self,
+        compute: Callable[[list[Any]], list[Any]],
+        unsent: list[tuple[int, ValueKey]],
+        where: str,
+        received: list[Any],
+    ) -> list[Any]:
+        outputs = compute(received)
+        for i, key in unsent:
+            self.formats[key] = Format(flatten(outputs[i], where)[1])
+        return outputs
 
     def _lent(self, op: Op) -> list[int]:
         """The positions of values that F reads, and that other ops on this rank read or send too."""
@@ -273,82 +305,76 @@ class Execution:
             if key not in arriving and (n > 1 or uses[key[:2]] > 1)
         ]
 
-    def _add_place(self, error: Exception, op: Op, received: list[Any]) -> None:
-        """Add to the error which stage raised it, and what that stage received."""
-        name = type(self._stages[op.stage]).__name__
-        where = f"rota: in {op} on rank {self.record.rank}, stage {op.stage} ({name})"
-        error.add_note(f"{where}, which received {', '.join(map(describe_value, received))}" if received else where)
-
     # --- binding, on a queued device ----------------------------------------------------------------------------------
 
-    def _device_steps(self, timeline: Timeline, positions: dict[Op, int], with_layouts: bool) -> Iterator[Bound]:
-        tied = self._here.tied
-        program = device_program(timeline, self._program, tied=tied, allocates_early=not with_layouts)
+    def _device_steps(self, channels: Channels, timeline: Timeline, learns: bool) -> Iterator[Bound]:
+        program = device_program(timeline, self._program, tied=self._here.tied, allocates_early=not learns)
         uses = _Uses(self._program, self._slots, self._values)
-        under_way: defaultdict[Message, deque[Passage]] = defaultdict(deque)
+        takes = {key: channels.taking(key) for key in self._program.arriving}
+        positions = {op: position for position, op in enumerate(self._order)}
+        under_way: defaultdict[Message, deque[Passage]] = defaultdict(deque)  # allocated or sent, but not ended
         for position, step in enumerate(program.steps):
-            made_at = positions[step.message.transfer.source] if step.what == "send" and step.message else -1
-            enqueue = self._enqueueing(step, made_at, under_way, uses, with_layouts)
-            yield Bound(step, partial(self._enqueue, position, step.stream, step.waits, enqueue))
-
-    def _enqueue(self, position: int, name: str, waits: tuple[int, ...], enqueue: Callable[[Any], Mark]) -> None:
-        """Let the stream of this name wait for earlier steps, and give it this one."""
-        device, behind = self._queue, self._behind
-        stream = device.stream(name)
-        for before in waits:
-            if (mark := behind[before]) is not None:
-                device.wait(stream, mark)
-        behind[position] = enqueue(stream)
+            message = step.message
+            enqueue: OnStream
+            if message is None:
+                enqueue = self._enqueueing(step, takes, uses, learns)
+            elif step.what == "allocate":
+                under_way[message].append(channels.passage(message, -1))
+                enqueue = channels.allocating(under_way[message][-1], self.formats, learns)
+            elif step.what == "send":
+                under_way[message].append(channels.passage(message, positions[message.transfer.source]))
+                take = uses.taker(message.value)
+                enqueue = channels.sending(under_way[message][-1], take, self.formats, learns)
+            else:
+                ending = channels.receiving if step.what == "receive" else channels.releasing
+                enqueue = ending(under_way[message].popleft())
+            yield Bound(step, self._in_stream(position, step, enqueue))
 
     def _enqueueing(
-        self, step: Step, made_at: int, under_way: Mapping[Message, deque[Passage]], uses: _Uses, with_layouts: bool
-    ) -> Callable[[Any], Mark]:
-        """What gives a step to its stream.
-
-        `made_at`: see `Passage.position`. `under_way`: messages that were allocated or sent, but not ended.
-        """
-        channels, hooks, message = self._channels, self._hooks, step.message
-        assert channels is not None
-        match step.what:
-            case "run":
-                assert isinstance(step.subject, Op)
-                arriving = (key for key in self._values_of[step.subject][0] if key in self._program.arriving)
-                takes = {key: partial(channels.take, key) for key in arriving}
-                return partial(self._enqueue_op, self._bind(step.subject, takes, uses, with_layouts))
-            case "reduce":
-                assert isinstance(step.subject, Op)
-                return hooks.after.get(step.subject, _nothing)
-            case "sum":
-                assert isinstance(step.subject, tuple)
-                assert not isinstance(step.subject, (Op, Transfer))
-                return hooks.sums.get(step.subject, _nothing) if self.trains else _nothing
-            case "join":
-                return self._queue.record
-        assert message is not None
-        passages = under_way[message]
-        if step.what in ("receive", "release"):
-            return partial(channels.receive if step.what == "receive" else channels.release, passages.popleft())
-        passages.append(channels.passage(message, made_at))
-        if step.what == "allocate":
-            return partial(channels.allocate, passages[-1], with_layouts)
-        return partial(_pass_on, uses.taker(message.value), channels.sending(passages[-1], with_layouts))
-
-    def _enqueue_op(self, run: Callable[[], None], _: Any) -> Mark:
-        run()
-        return self.marks.ends[-1]
-
-    @property
-    def _queue(self) -> QueuedDevice:
+        self, step: Step, takes: Mapping[ValueKey, Callable[[], Any]], uses: _Uses, learns: bool
+    ) -> OnStream:
+        """What gives a step without a message to its stream."""
         assert is_queued(self._device)
-        return self._device
+        if step.what == "join":
+            return self._device.record
+        if step.what == "sum":
+            assert isinstance(step.subject, tuple)
+            assert not isinstance(step.subject, (Op, Transfer))
+            return self._hooks.sums.get(step.subject, _nothing) if self.trains else _nothing
+        op = _op_of(step)
+        if step.what == "reduce":
+            return self._hooks.after.get(op, _nothing)
+        run = self._bind(op, takes, uses, learns)
+
+        def enqueue(_: Any) -> Mark:
+            run()
+            return self.marks.ends[-1]
+
+        return enqueue
+
+    def _in_stream(self, position: int, step: Step, enqueue: OnStream) -> Callable[[], None]:
+        """What lets the stream of a step wait for earlier steps, and gives it this one."""
+        assert is_queued(self._device)
+        stream_of, wait, behind = self._device.stream, self._device.wait, self._behind
+        name, waits = step.stream, step.waits
+
+        def act() -> None:
+            stream = stream_of(name)
+            for before in waits:
+                mark = behind[before]
+                if mark is not None:
+                    wait(stream, mark)
+            behind[position] = enqueue(stream)
+
+        return act
 
     # --- what it does -------------------------------------------------------------------------------------------------
 
     def doing_on_device(self) -> Doing | None:
         """What the device does or waits for, if it has not ended what the host has enqueued. Any thread may ask."""
-        if self._channels is None:
+        if not is_queued(self._device):
             return None
-        steps, done = self._steps, [mark is None or self._queue.is_done(mark) for mark in [*self._behind]]
+        steps, done = self._steps, [mark is None or self._device.is_done(mark) for mark in [*self._behind]]
         first: dict[str, Step] = {}  # of each stream, those that it has not ended
         for step, is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
             if not is_done:
@@ -363,7 +389,9 @@ class Execution:
 
     def num_reached(self) -> int:
         """How many kernels of the last run a queued device has ended. Any thread may ask."""
-        return sum(mark is not None and self._queue.is_done(mark) for mark in [*self._behind]) if self._channels else 0
+        if not is_queued(self._device):
+            return 0
+        return sum(mark is not None and self._device.is_done(mark) for mark in [*self._behind])
 
     def awaits(self, words: str) -> None:
         """From now on the rank waits for what these words say, outside of its actions."""
@@ -431,8 +459,9 @@ def _pass(take: Callable[[], Any], send: Callable[[Any], None]) -> None:
     send(take())
 
 
-def _pass_on(take: Callable[[], Any], send: Callable[[Any, Any], Mark], stream: Any) -> Mark:
-    return send(take(), stream)
+def _one_after_the_other(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _nothing(_: Any) -> None:

@@ -17,7 +17,7 @@ from rota.runtime.messages import Format
 class GradientFlags:
     """What one rank knows of the gradients on its edges.
 
-    run with layouts    a flag per tensor, then the gradients     of every edge
+    run that learns     a flag per tensor, then the gradients     of every edge
     later runs          a flag per tensor, then the gradients     of the edges on which one was missing in that run
                         the gradients                             of all others
 
@@ -26,17 +26,17 @@ class GradientFlags:
     """
 
     def __init__(self) -> None:
-        #: Whether a run with layouts has ended since the last run that failed.
+        #: Whether a run that learns has ended since the last run that failed.
         self.are_known = False
         self._on_all_edges = False
         self._edges: set[int] = set()
         self._zeros: Counter[tuple[int, int]] = Counter()  # by edge and tensor, those sent without a flag
 
-    def begin(self, with_layouts: bool) -> None:
+    def begin(self, learns: bool) -> None:
         """A new run that trains."""
-        self._on_all_edges = with_layouts
+        self._on_all_edges = learns
         self._zeros.clear()
-        if with_layouts:
+        if learns:
             self.are_known = False
             self._edges.clear()
 

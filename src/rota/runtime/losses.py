@@ -29,7 +29,7 @@ LossFn: TypeAlias = Callable[..., Any]
 _FORMS = "a mean loss, (sum, count), or a dict with one of them as 'loss' and metrics beside it"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Weighed:
     """A mean, or a sum with its count; for an added loss, a mean and the part of the loss's count that it is for."""
 
@@ -37,7 +37,7 @@ class Weighed:
     count: Number | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MicrobatchLoss:
     """The loss of a micro-batch as `loss_fn` returned it, and its metrics."""
 
@@ -76,7 +76,8 @@ def loss_of(
         takes_target = needs_target(loss_fn)
     returned = loss_fn(output, target) if takes_target else loss_fn(output)
     metrics: dict[str, Weighed] = {}
-    if isinstance(returned, Mapping):
+    # In this order, as asking whether a tensor is a Mapping takes long.
+    if not isinstance(returned, torch.Tensor) and isinstance(returned, Mapping):
         if "loss" not in returned:
             raise PipelineError(f"loss_fn returned a dict with {[*returned]}; add 'loss' to it: {_FORMS}")
         metrics = {str(name): _metric(name, value, device) for name, value in returned.items() if name != "loss"}

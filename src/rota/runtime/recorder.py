@@ -38,6 +38,12 @@ class Marks:
     receives: list[tuple[Column, Pair, Mark, Mark]] = field(default_factory=list)
     reductions: dict[int, tuple[Mark, Mark]] = field(default_factory=dict)
 
+    @property
+    def on_device(self) -> list[Mark]:
+        """Those of ops, and of messages on a queued device."""
+        of_messages = [mark for *_, allocated, end in self.receives for mark in (allocated, end)]
+        return [*self.starts, *self.ends, *of_messages, *(end for *_, end in self.sends)]
+
 
 _Ns: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 

@@ -1,8 +1,8 @@
 """Values between ranks on `torch.distributed`.
 
-`Transport` makes the messages of a plan: it posts receives, and releases sent tensors as soon as they are through. If
-shapes may be new, a step sends each activation's layout first; other steps send only tensors, into buffers that the
-receiver allocates when it posts.
+`Transport` makes the messages of a plan: it posts receives, and releases sent tensors as soon as they are through. A
+step that learns sends each activation's layout first; other steps send only tensors, into buffers that the receiver
+allocates when it posts.
 
 `send_value` and `receive_value` send any value outside of a plan, such as the outputs of the last stage:
 
@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from types import FrameType
-from typing import Any, final
-from weakref import WeakSet
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -52,11 +51,10 @@ class Transport:
 
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         self._backend, self._everyone = (backend_of(ranks, torch.device("cpu")) for ranks in (group, everyone))
-        self.formats: dict[ValueKey, Format] = {}  # of activations, by (edge, False, micro-batch)
         self.flags = GradientFlags()
-        self._receives: WeakSet[Receive] = WeakSet()
-        self.sent: dict[tuple[int, int], int] = {}
-        self.through: dict[tuple[int, int], int] = {}
+        self.marks = Marks()
+        #: What was posted and not taken: the works, the buffers, and the format of the value.
+        self._posted: dict[ValueKey, tuple[list[Any], list[torch.Tensor], Format]] = {}
         # Gloo reports the end of a send only to whoever waits for it, so a thread waits, and releases the tensors.
         # The thread polls while sends are pending, because each wake-up takes the GIL from the main thread.
         self._sending: deque[tuple[Message, list[Any], list[torch.Tensor]]] = deque()
@@ -68,17 +66,51 @@ class Transport:
         self._reaper = threading.Thread(target=self._reap, name="rota-sends", daemon=True)
         self._reaper.start()
 
+    def begin(self, marks: Marks) -> None:
+        """A new step; `marks` gets the times of its messages."""
+        self.marks = marks
+
     # --- receiving ------------------------------------------------------------------------------------------------
 
-    def begin(self, marks: Marks, formats: dict[ValueKey, Format]) -> None:
-        """A new step; `marks` gets the times of its messages."""
-        self.formats, self.sent, self.through = formats, marks.sent, marks.through
+    def receiving(self, message: Message, formats: dict[ValueKey, Format], learns: bool) -> Bound:
+        """What starts to receive a message in each step, and what waits for its value.
 
-    def receive(self, message: Message, with_layout: bool) -> Receive:
-        """A message that arrives here in each step; `with_layout`: of an activation, after its layout."""
-        receive = Receive(self, message, with_layout and not message.value[1])
-        self._receives.add(receive)
-        return receive
+        The value is an activation (tensors that need a gradient are leaves) or a list of gradients; one that is missing
+        is None. `formats`: of activations. If it `learns`, the layout of an activation comes first.
+
+        Buffers are new ones each time: autograd, hooks and modules may hold on to them, and must not see them change.
+        """
+        key, sender, flags, posted = message.value, message.transfer.sender, self.flags, self._posted
+        edge, is_gradient, _ = key
+        learns = learns and not is_gradient
+
+        def post() -> None:
+            if learns:
+                formats[key] = Format(self.receive_layout(message))
+            form, shapes = expected(formats, key)
+            if is_gradient and flags.travel(edge, len(shapes)):
+                shapes = [((len(shapes),), torch.uint8), *shapes]
+            buffers = [torch.empty(shape, dtype=dtype, device=_CPU) for shape, dtype in shapes]
+            receive = self._backend.recv  # now, as what keeps it keeps the connections, see `close`
+            try:
+                posted[key] = [receive([as_sent(buffer)], sender, 0) for buffer in buffers], buffers, form
+            except RuntimeError as error:
+                raise lost(sender, message) from error
+
+        def take() -> Any:
+            works, buffers, form = posted.pop(key)
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                del work  # see `close`
+                works.clear()
+                raise lost(sender, message) from error
+            if not is_gradient:
+                return activation(buffers, form)
+            return buffers if len(buffers) == len(form.gradients) else flags.read(edge, buffers[0], buffers[1:])
+
+        return post, take
 
     def receive_layout(self, message: Message) -> Layout:
         """Wait for the layout of an activation."""
@@ -107,37 +139,38 @@ class Transport:
             raise lost(message.transfer.sender, message) from error
 
     def awaited(self, frames: list[FrameType]) -> Message | None:
-        """The message that a thread with this stack waits for, from the frames of `take` and `_wait`; None if none."""
-        codes = Receive.take.__code__, _wait.__code__
-        return next((frame.f_locals.get("message") for frame in frames if frame.f_code in codes), None)
+        """The message that a thread with this stack waits for; None if none."""
+        here = [frame for frame in frames if frame.f_code.co_filename == _wait.__code__.co_filename]
+        waiting = (frame for frame in here if frame.f_code.co_name in ("take", "_wait"))
+        return next((frame.f_locals.get("message") for frame in waiting), None)
 
     # --- sending --------------------------------------------------------------------------------------------------
 
-    def sending(self, message: Message, with_layout: bool) -> Callable[[Any], None]:
+    def sending(self, message: Message, formats: dict[ValueKey, Format], learns: bool) -> Callable[[Any], None]:
         """What sends the message's value in each step.
 
-        That is an activation, `with_layout` after its layout, else its layout must be the same as before; or the
+        That is an activation, after its layout if it `learns`, else its layout must be the same as before; or the
         gradients of an edge's tensors, back to the rank that computed these tensors.
         """
         if message.value[1]:
-            return partial(self._send_gradients, message)
-        return partial(self._send_value, message, with_layout)
+            return partial(self._send_gradients, message, formats)
+        return partial(self._send_value, message, formats, learns)
 
-    def _send_value(self, message: Message, with_layout: bool, value: Any) -> None:
-        layout, tensors = outgoing(self.formats, message, value, with_layout)
+    def _send_value(self, message: Message, formats: dict[ValueKey, Format], learns: bool, value: Any) -> None:
+        layout, tensors = outgoing(formats, message, value, learns)
         self.send(message, tensors if layout is None else [*as_tensors(layout), *tensors])
 
-    def _send_gradients(self, message: Message, gradients: Gradients) -> None:
-        flags, tensors = outgoing_gradients(self.flags, self.formats, message, gradients, _CPU)
+    def _send_gradients(self, message: Message, formats: dict[ValueKey, Format], gradients: Gradients) -> None:
+        flags, tensors = outgoing_gradients(self.flags, formats, message, gradients, _CPU)
         self.send(message, tensors if flags is None else [flags, *tensors])
 
     def send(self, message: Message, tensors: list[torch.Tensor]) -> None:
         """Send these tensors of the message: all, or on a queued device what travels between the hosts."""
-        receiver = message.transfer.receiver
-        self.sent[message.column] = time.monotonic_ns()
-        tensors = [*map(as_sent, tensors)]
+        receiver, send = message.transfer.receiver, self._backend.send
+        self.marks.sent[message.column] = time.monotonic_ns()
+        tensors = [as_sent(tensor) for tensor in tensors]
         try:
-            works = [self._backend.send([tensor], receiver, 0) for tensor in tensors]
+            works = [send([tensor], receiver, 0) for tensor in tensors]
         except RuntimeError as error:
             raise lost(receiver, message) from error
         self._sending.append((message, works, tensors))
@@ -166,7 +199,7 @@ class Transport:
                         work.wait()
                 except Exception:
                     self._failure = self._failure or lost(message.transfer.receiver, message)
-                self.through[message.column] = time.monotonic_ns()
+                self.marks.through[message.column] = time.monotonic_ns()
                 del works, _
                 self._sending.popleft()
             self.oldest = None
@@ -188,64 +221,12 @@ class Transport:
         """Stop the thread that waits for sends, and release the process groups."""
         self._wake.put(False)
         self._reaper.join(timeout=1)  # stuck only if a peer does not receive
-        for receive in self._receives:  # what a failed step has posted keeps the connections open, too
-            receive.drop()
+        self._posted.clear()  # what a failed step has posted keeps the connections open, too
         del self._backend, self._everyone
 
 
-@final
-class Receive:
-    """A message that arrives in each step: `post` starts to receive it, `take` waits for it."""
-
-    __slots__ = ("__weakref__", "_buffers", "_form", "_learns", "_message", "_transport", "_works")
-
-    def __init__(self, transport: Transport, message: Message, learns: bool) -> None:
-        # `learns`: wait for the layout, which comes first.
-        self._transport, self._message, self._learns = transport, message, learns
-        self.drop()
-
-    def drop(self) -> None:
-        """Let go of what was posted."""
-        self._works: list[Any] = []
-        self._buffers: list[torch.Tensor] = []
-        self._form: Format | None = None
-
-    def post(self) -> None:
-        """Start to receive.
-
-        Buffers are new ones each time: autograd, hooks and modules may hold on to them, and must not see them change.
-        """
-        transport, message = self._transport, self._message
-        edge, is_gradient, _ = message.value
-        if self._learns:
-            transport.formats[message.value] = Format(transport.receive_layout(message))
-        self._form, shapes = expected(transport.formats, message.value)
-        if is_gradient and transport.flags.travel(edge, len(shapes)):
-            shapes = [((len(shapes),), torch.uint8), *shapes]
-        self._buffers = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes]
-        self._works = [transport.post(buffer, message) for buffer in self._buffers]
-
-    def take(self) -> Any:
-        """Wait for the value: an activation (tensors that need a gradient are leaves) or a list of gradients.
-
-        A gradient that is missing is None.
-        """
-        message, works, buffers, form = self._message, self._works, self._buffers, self._form
-        assert form is not None
-        self._buffers = []
-        try:
-            while works:  # an error's traceback must not keep any of them, see `Transport.close`
-                works.pop().wait()
-        except RuntimeError as error:
-            raise lost(message.transfer.sender, message) from error
-        edge, is_gradient, _ = message.value
-        if not is_gradient:
-            return activation(buffers, form)
-        if len(buffers) == len(form.gradients):
-            return buffers
-        return self._transport.flags.read(edge, buffers[0], buffers[1:])
-
-
+#: What starts to receive a message, and what waits for its value.
+Bound: TypeAlias = tuple[Callable[[], None], Callable[[], Any]]
 _PAUSE_S = 0.001
 _CPU = torch.device("cpu")
 
@@ -295,17 +276,17 @@ def activation(buffers: list[torch.Tensor], form: Format) -> Any:
 
 
 def outgoing(
-    formats: dict[ValueKey, Format], message: Message, value: Any, with_layout: bool
+    formats: dict[ValueKey, Format], message: Message, value: Any, learns: bool
 ) -> tuple[Layout | None, list[torch.Tensor]]:
     """What is sent of an activation: its layout, None if the receiver knows it, and its tensors.
 
     Raises PipelineError if the layout is not the one that the receiver knows.
     """
-    if not with_layout and formats[message.value].is_of(value):
+    if not learns and formats[message.value].is_of(value):
         return None, [value.detach()]
     where = f"stage {message.transfer.source.stage}"
     tensors, layout = flatten(value, where)
-    if with_layout:
+    if learns:
         formats[message.value] = Format(layout)
     elif layout != (known := formats[message.value].layout):
         remedy = "if its shapes depend on the data, use Pipeline(…, dynamic_shapes=True)"
@@ -315,7 +296,7 @@ def outgoing(
             f"{message.transfer}: {where} made {describe(layout)}, after {describe(known)} in an earlier step with "
             f"inputs of the same shapes; {remedy}"
         )
-    return layout if with_layout else None, [tensor.detach() for tensor in tensors]
+    return layout if learns else None, [tensor.detach() for tensor in tensors]
 
 
 def outgoing_gradients(

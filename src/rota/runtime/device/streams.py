@@ -113,6 +113,10 @@ class StreamDevice:
         self._spare.extend(marks)
         return times_ns
 
+    def reuse(self, marks: Sequence[torch.Event]) -> None:
+        """A mark that was not reached yet is recorded again: streams that wait for it keep what they wait for."""
+        self._spare.extend(marks)
+
     # --- numbers ------------------------------------------------------------------------------------------------------
 
     def number(self, tensor: torch.Tensor) -> Number:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from rota.core.errors import PipelineError
 from rota.models import Stages
 from rota.models.sequence_chunks import Chunk
 from rota.runtime.device.protocol import Number
-from rota.runtime.gradients.split_backward import Gradients, WeightWork, enter, input_gradients
+from rota.runtime.gradients.split_backward import Gradients, Split, WeightWork, enter, input_gradients
 from rota.runtime.messages import flatten, over_tensors, tensors_in
 from rota.torch_internals import count_writes, run_backward, writable
 
@@ -39,14 +39,21 @@ class Kept:
     leaves: list[list[torch.Tensor]]
     outputs: list[list[GradientEdge]]
     entries: list[list[GradientEdge]] | None = None
-    losses: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
-    passed_on: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
-    earlier: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
+    losses: tuple[tuple[GradientEdge, torch.Tensor], ...] = ()
+    passed_on: Sequence[tuple[GradientEdge, torch.Tensor]] = ()
+    earlier: list[tuple[GradientEdge, torch.Tensor]] | None = None
+
+
+_NO_CHUNK = nullcontext()
 
 
 @final
 class StageForward:
-    """The forward of one stage. `split`: for `backward_inputs` rather than `backward`."""
+    """The forward of one stage. `split`: for `backward_inputs` rather than `backward`.
+
+    While it `learns`, it finds out whether the stage writes into what it receives. A stage that does not is given the
+    leaves themselves from then on: autograd refuses a write into them, and `explain` says why.
+    """
 
     def __init__(self, stages: Stages, stage: int, *, split: bool = False) -> None:
         self._stages, self._stage, self._split = stages, stage, split
@@ -54,6 +61,7 @@ class StageForward:
         self._where = f"stage {stage} ({type(self._module).__name__})"
         self._outgoing = stages.outgoing(stage)
         self._reads_inputs = bool(stages.inputs[stage])
+        self.learns, self._writes = True, False
 
     def __call__(
         self,
@@ -69,38 +77,62 @@ class StageForward:
         stage may write into them. `buffers` stand in for the module's own of these names. `chunk`: what it reads of
         earlier chunks of its sample.
         """
-        split, module = self._split, self._module
-        entered = [_entered(value, enter if split else writable) for value in received]
-        # The edges now: the stage may write into the tensors, which changes where their gradients go.
-        entries = [[*map(get_gradient_edge, stand_ins)] for _, stand_ins, _ in entered] if split else None
-        kept = Kept([] if split else [leaves for leaves, _, _ in entered], [], entries)
-        arguments = [value for *_, value in entered]
+        module, kept = self._module, Kept([], [])
+        arguments, stand_ins = received, None
+        if self._split:
+            arguments, stand_ins = _entered(received, enter)
+            # The edges now: the stage may write into the tensors, which changes where their gradients go.
+            kept.entries, kept.earlier = [[*map(get_gradient_edge, of_edge)] for of_edge in stand_ins], []
+            if chunk is not None:
+                chunk.enter = partial(_enter_earlier, kept.earlier)
+        else:
+            kept.leaves = [
+                ([value] if value.requires_grad else [])
+                if isinstance(value, torch.Tensor)
+                else [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+                for value in received
+            ]
+            if self.learns or self._writes:
+                arguments, stand_ins = _entered(received, writable)
         if self._reads_inputs:
-            arguments += self._stages.pick_inputs(self._stage, batch)
-        if chunk is not None and split:
-            chunk.enter = partial(_enter_earlier, kept)
+            arguments = [*arguments, *self._stages.pick_inputs(self._stage, batch)]
         try:
-            with nullcontext() if chunk is None else chunk:
+            with _NO_CHUNK if chunk is None else chunk:
                 output = (
                     torch.func.functional_call(module, dict(buffers), (*arguments,)) if buffers else module(*arguments)
                 )
         except TypeError as error:
             self._stages.explain_arguments(error, self._stage, arguments)
             raise
-        if not split:
-            for leaves, stand_ins, _ in entered:
-                count_writes(leaves, stand_ins)
+        if stand_ins is not None and not self._split:
+            for leaves, of_edge in zip(kept.leaves, stand_ins, strict=True):
+                self._writes |= count_writes(leaves, of_edge)
         values = [output if edge.key is None else edge.take(output) for edge in self._outgoing]
         kept.outputs = [gradient_edges(value, self._where) for value in values]
         return output, values, kept
 
+    def explain(self, error: RuntimeError) -> PipelineError | None:
+        """What a refusal of autograd means; None if it has nothing to do with how the stage is run."""
+        if "leaf Variable that requires grad" in str(error) and not self.learns:
+            return PipelineError(
+                f"{self._where} writes into what it receives, and did not in the first step; let it begin with an "
+                f"operation that is not in place, or use Pipeline(…, dynamic_shapes=True)"
+            )
+        if "backward through the graph a second time" in str(error):
+            return PipelineError(
+                f"{self._where} goes backward through a graph a second time: give step detached tensors if the inputs "
+                f"carry the graph that made them, and keep tensor.detach() where the stage keeps a tensor from one "
+                f"micro-batch to the next ({str(error).partition('.')[0]})"
+            )
+        return None
 
-def _enter_earlier(kept: Kept, leaf: torch.Tensor) -> torch.Tensor:
+
+def _enter_earlier(earlier: list[tuple[GradientEdge, torch.Tensor]], leaf: torch.Tensor) -> torch.Tensor:
     """What stands in for a leaf of an earlier chunk in a forward whose backward is split."""
     if not leaf.requires_grad:
         return leaf
     entered = enter(leaf)
-    kept.earlier.append((get_gradient_edge(entered), leaf))
+    earlier.append((get_gradient_edge(entered), leaf))
     return entered
 
 
@@ -111,24 +143,32 @@ def pass_on(kept: Kept, values: Iterable[torch.Tensor], leaves: Iterable[torch.T
 
 
 def _entered(
-    value: Any, enter_as: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-    """The tensors of a received value that require a gradient, what stands in for them, and the value with that."""
-    if isinstance(value, torch.Tensor):  # as most are
-        if not value.requires_grad:
-            return [], [], value
-        entered = enter_as(value)
-        return [value], [entered], entered
-    leaves = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
-    stand_ins = [*map(enter_as, leaves)]
-    of_leaves = iter(stand_ins)
-    return leaves, stand_ins, over_tensors(lambda tensor: next(of_leaves) if tensor.requires_grad else tensor, value)
+    received: list[Any], enter_as: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[list[Any], list[list[torch.Tensor]]]:
+    """The received values with something that stands in for each tensor that requires a gradient, and these by edge."""
+    entered, by_edge = [], []
+    for value in received:
+        stand_ins: list[torch.Tensor] = []
+
+        def enter(tensor: torch.Tensor, stand_ins: list[torch.Tensor] = stand_ins) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            stand_ins.append(enter_as(tensor))
+            return stand_ins[-1]
+
+        entered.append(enter(value) if isinstance(value, torch.Tensor) else over_tensors(enter, value))
+        by_edge.append(stand_ins)
+    return entered, by_edge
 
 
 def gradient_edges(value: Any, where: str) -> list[GradientEdge]:
     """Where the gradients of the value's tensors enter the graph that made them. `where` names the stage in errors."""
-    tensors = [value] if isinstance(value, torch.Tensor) else flatten(value, where)[0]
-    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+    if isinstance(value, torch.Tensor):  # as most are
+        if not value.requires_grad:
+            return []
+        node = value.grad_fn
+        return [get_gradient_edge(value) if node is None else GradientEdge(node, value.output_nr)]
+    return [get_gradient_edge(tensor) for tensor in flatten(value, where)[0] if tensor.requires_grad]
 
 
 def refuse_modes_without_gradients() -> None:
@@ -140,14 +180,23 @@ def refuse_modes_without_gradients() -> None:
         )
 
 
-def keep_loss(kept: Kept, loss: torch.Tensor, weight: Number) -> None:
-    """Let the backward start from `loss` too, times `weight`; not if it has no gradient."""
-    if loss.requires_grad:
-        if isinstance(weight, float):
-            gradient = torch.full_like(loss, weight, requires_grad=False)
-        else:
-            gradient = weight.to(loss.device, loss.dtype).reshape(loss.shape)
-        kept.losses.append((get_gradient_edge(loss), gradient))
+def keep_loss(kept: Kept, loss: torch.Tensor, weight: Number, roots: dict[Any, torch.Tensor] | None = None) -> None:
+    """Let the backward start from `loss` too, times `weight`; not if it has no gradient.
+
+    `roots`: what backwards of earlier losses started from, where the same number may be used again.
+    """
+    if not loss.requires_grad:
+        return
+    if not isinstance(weight, float):
+        gradient = weight.to(loss.device, loss.dtype).reshape(loss.shape)
+    elif roots is None:
+        gradient = torch.full_like(loss, weight, requires_grad=False)
+    else:
+        key = weight, loss.dtype, loss.shape, loss.device
+        if key not in roots:
+            roots[key] = torch.full_like(loss, weight, requires_grad=False)
+        gradient = roots[key]
+    kept.losses += ((get_gradient_edge(loss), gradient),)
 
 
 def backward(kept: Kept, received: Sequence[Gradients]) -> list[list[torch.Tensor | None]]:
@@ -162,17 +211,22 @@ def backward(kept: Kept, received: Sequence[Gradients]) -> list[list[torch.Tenso
     return [[leaf.grad for leaf in leaves] for leaves in kept.leaves]
 
 
-def backward_inputs(kept: Kept, received: Sequence[Gradients]) -> tuple[list[list[torch.Tensor | None]], WeightWork]:
-    """As `backward`, but the parameters' gradients are left for later."""
+def backward_inputs(
+    kept: Kept, received: Sequence[Gradients], splits: list[Split] | None = None
+) -> tuple[list[list[torch.Tensor | None]], WeightWork]:
+    """As `backward`, but the parameters' gradients are left for later. `splits`: see `input_gradients`."""
     assert kept.entries is not None
-    inputs = [entry for entries in kept.entries for entry in entries] + [entry for entry, _ in kept.earlier]
-    arrived, work = input_gradients(*_roots(kept, received), inputs)
-    for (_, leaf), gradient in zip(kept.earlier, arrived[len(inputs) - len(kept.earlier) :], strict=True):
+    inputs = [entry for entries in kept.entries for entry in entries]
+    if kept.earlier:
+        inputs += [entry for entry, _ in kept.earlier]
+    arrived, work = input_gradients(*_roots(kept, received), inputs, splits)
+    gradients = iter(arrived)
+    of_edges = [[next(gradients) for _ in entries] for entries in kept.entries]
+    for (_, leaf), gradient in zip(kept.earlier or (), gradients, strict=True):
         if gradient is not None:
             # A copy, as the gradient is a part of one for all earlier chunks, which it would keep.
             leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
-    gradients = iter(arrived)
-    return [[next(gradients) for _ in entries] for entries in kept.entries], work
+    return of_edges, work
 
 
 def _roots(kept: Kept, received: Sequence[Gradients]) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
