@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rota import Cluster, Kind, Op, Stages, place, split
+from rota import Cluster, Kind, Op, Stages, collect_losses, place, split
 from rota.core.costs import Costs
 from rota.core.layers import LayerCosts
 from rota.runtime.compute import Batch, Compute
@@ -67,7 +67,8 @@ def held_by_a_run(of: Case, stages: Stages, stage: int, costs: Costs) -> dict[Ki
     found: dict[Kind, int] = {}
     for microbatch in range(2):
         alive = Alive()
-        with compute.step(batch, seed=0), alive:
+        with alive, collect_losses() as added:
+            compute.begin(batch, 0, True, added)
             for kind in kinds:
                 compute.bind(Op(stage, kind, microbatch))(received(stages, stage, kind, values, of.batch))
                 found[kind] = alive.num_bytes()

@@ -14,7 +14,6 @@ import hashlib
 import os
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple, final
@@ -155,7 +154,6 @@ class Agreed(NamedTuple):
     learns: bool  # values are sent with their layouts
     seed: int
     asking: list[int]  # the ranks of this pipeline that ask for outputs
-    batch: Batch  # with the shares that all ranks give the micro-batches
     count_flags: list[int]  # see `LossCounts.begin`
     num_ended: int  # of the steps of begin_step: those that have ended on all ranks
 
@@ -190,7 +188,7 @@ class Agreement:
         return self._all_reduce(call, doing, number=number).numbers
 
     def begin(self, ready: ReadyPlan, batch: Batch, brought: Brought) -> Agreed:
-        """Before a run: whether layouts may be new, and one seed for all.
+        """Before a run: whether layouts may be new, one seed for all, and what each micro-batch of `batch` weighs.
 
         Raises PipelineError, on all processes, if their calls, plans, scales or gradient scalers differ, or if what
         they were given does not fit together.
@@ -210,12 +208,10 @@ class Agreement:
         self._refuse_scales(row.numbers)
         if layouts > 1:
             ready.execution.forget_layouts()
-        shares, padding = self._weights_of(ready, batch, bool(must_compare), checks, call)
-        if (shares, padding) != (batch.shares, batch.padding):
-            batch = replace(batch, shares=shares, padding=padding)
+        batch.shares, batch.padding = self._weights_of(ready, batch, bool(must_compare), checks, call)
         processes = enumerate(self._processes.pipeline_processes)
         asking = [rank for rank, process in processes if row.calls[process] == Call.FORWARD]
-        return Agreed(bool(layouts), seed, asking, batch, others[NUM_UPDATE_FLAGS:], -most_running)
+        return Agreed(bool(layouts), seed, asking, others[NUM_UPDATE_FLAGS:], -most_running)
 
     def _knows_weights(self, ready: ReadyPlan, batch: Batch) -> bool:
         """Whether this rank knows what each micro-batch weighs without asking the others."""

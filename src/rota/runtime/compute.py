@@ -17,7 +17,7 @@ import torch
 from rota.core.errors import PipelineError
 from rota.core.placement import Placement
 from rota.core.tasks import Kind, Op
-from rota.models import AddedLoss, Stages, collect_losses
+from rota.models import AddedLoss, Stages
 from rota.models.added_losses import AddedLosses
 from rota.models.sequence_chunks import Chunk
 from rota.runtime.device.numbers import number_in
@@ -30,7 +30,6 @@ from rota.runtime.gradients.forward_backward import (
     backward_inputs,
     keep_loss,
     pass_on,
-    refuse_modes_without_gradients,
 )
 from rota.runtime.gradients.recompute import drawing_again, versions_in, without_activations
 from rota.runtime.gradients.split_backward import Split
@@ -40,7 +39,7 @@ from rota.runtime.microbatches import Microbatches
 from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """A step's micro-batches, each one's share of a mean loss, and what gradients are multiplied by.
 
@@ -88,6 +87,9 @@ class Batch:
         return self.per_count * self.scale * (1.0 if is_sum else count)
 
 
+_DRAWN = torch.empty((), dtype=torch.int64, device="cpu")
+
+
 @contextmanager
 def step_seed(device: Device) -> Iterator[int]:
     """A number that seeds the ops of a step.
@@ -95,7 +97,7 @@ def step_seed(device: Device) -> Iterator[int]:
     Each rank has drawn one number afterwards, from the CPU's generator, whatever its stages drew: shuffles stay the
     same on all ranks.
     """
-    seed = int(torch.randint(2**62, (), device="cpu"))
+    seed = int(_DRAWN.random_(2**62))
     random_state = device.random_state()
     try:
         yield seed
@@ -143,7 +145,6 @@ class Compute:
         self._forwards: dict[int, StageForward] = {}
         self._kept: dict[tuple[int, int], Any] = {}  # by stage and micro-batch: Kept, Again or WeightWork
         self._splits: dict[int, list[Split]] = {}  # by stage, see `input_gradients`
-        self._roots: dict[Any, torch.Tensor] = {}  # see `keep_loss`
         self._batch = Batch(Microbatches([]), Microbatches([]), [])
         self._chunks = PassedOn()
         self._seed = 0
@@ -153,26 +154,16 @@ class Compute:
         self.added: dict[tuple[int, int], list[Weighed]] = {}
         self.outputs: dict[int, Any] = {}
 
-    @contextmanager
-    def step(self, batch: Batch, seed: int, learns: bool) -> Iterator[None]:
-        """Around the ops of a step. `learns`: see `StageForward`."""
-        if self._trains:
-            refuse_modes_without_gradients()
-        self._batch, self._seed = batch, seed
-        self._autocast = ambient_autocast()
+    def begin(self, batch: Batch, seed: int, learns: bool, collector: AddedLosses) -> None:
+        """Before the ops of a step. `learns`: see `StageForward`. `collector`: of what modules add to the loss."""
+        self._batch, self._seed, self._autocast, self._collector = batch, seed, ambient_autocast(), collector
         self._kept.clear()
-        self._roots.clear()
         for splits in self._splits.values():
             splits.clear()
         for forward in self._forwards.values():
             forward.learns = learns
         self._chunks.begin(batch.chunks)
         self.losses, self.added, self.outputs = {}, {}, {}
-        with collect_losses() as self._collector:
-            try:
-                yield
-            finally:
-                self._collector.losses.clear()
 
     def bind(self, op: Op) -> Callable[[list[Any]], list[Any]]:
         """The function that computes one op in each step.
@@ -307,7 +298,7 @@ class Compute:
             root, loss = self._loss_of(self._loss_fn, output, target, stage)
             if loss.count is None:
                 self._refuse_mean(microbatch, "the loss")
-            keep_loss(kept, root, batch.weight(microbatch, loss.count, is_sum=True), self._roots)
+            keep_loss(kept, root, batch.weight(microbatch, loss.count, is_sum=True))
             if not batch.is_padding(microbatch):
                 self.losses[microbatch] = loss
         if batch.keeps_outputs and not batch.is_padding(microbatch):

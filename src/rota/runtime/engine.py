@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypedDict, final
 
@@ -148,7 +148,7 @@ class Engine:
             with step_seed(self.here.device) as seed, self.watchdog.watching(execution.doing):
                 agreed = self._agree(call, ready, batch, seed, scale)
                 is_here_alone = True
-                batch = self._run_ops(call, ready, agreed, watch)
+                self._run_ops(call, ready, batch, agreed, watch)
                 is_here_alone = False
                 loss = StepLoss()
                 if call.waits:
@@ -178,12 +178,12 @@ class Engine:
         agreed = self.agreement.begin(ready, batch, Brought(call, seed, scale, steps.num_ended(), report, flags))
         self.stops.agreed |= steps.settle(agreed.num_ended)
         steps.bound()
-        if not trains:
-            return agreed
-        return agreed._replace(batch=replace(agreed.batch, per_count=self.loss_counts.begin(agreed.count_flags)))
+        if trains:
+            batch.per_count = self.loss_counts.begin(agreed.count_flags)
+        return agreed
 
-    def _run_ops(self, call: Call, ready: ReadyPlan, agreed: Agreed, watch: MemoryWatch | None) -> Batch:
-        execution, batch = ready.execution, agreed.batch
+    def _run_ops(self, call: Call, ready: ReadyPlan, batch: Batch, agreed: Agreed, watch: MemoryWatch | None) -> None:
+        execution = ready.execution
         if execution.trains and ready.reductions is not None:
             self.gradients.begin(ready.reductions, call.syncs, agreed.learns)
         seed = agreed.seed + self.processes.replica
@@ -191,7 +191,6 @@ class Engine:
             execution.run(batch, seed, agreed.learns, self.watchdog.tick, watch)
         refuse_writes_to_shared(batch.split_inputs, batch.split_targets)
         self.gradients.finish(execution, call.syncs)
-        return batch
 
     @contextmanager
     def together(self, doing: str | Describe) -> Iterator[None]:

@@ -25,11 +25,12 @@ from rota.core.programs.device_steps import COMPUTE, Step, device_program
 from rota.core.simulation import simulate
 from rota.core.tasks import Kind, Op, Transfer
 from rota.core.timeline import Timeline
-from rota.models import Stages
+from rota.models import Stages, collect_losses
 from rota.runtime.channels import Channels, OnStream, Passage
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.device.protocol import Device, Mark, is_queued
 from rota.runtime.faults.hang_report import Doing, is_in_a_collective
+from rota.runtime.gradients.forward_backward import refuse_modes_without_gradients
 from rota.runtime.layouts import KnownLayouts, Layouts, Size
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.messages import Format, describe_value, flatten, hand_over, tensors_in
@@ -118,7 +119,7 @@ class Execution:
         self._mark = here.device.mark
         self._at: Action | Step | None = None  # None before the first and after the last
         self._awaited = ""  # what the rank waits for outside of its actions
-        self._steps: list[Step] = []
+        self._steps: list[Bound] = []
         #: By position in the program of a queued device: the mark behind each step; None if it has none, or none yet.
         self._behind: list[Mark] = []
         self.bind()
@@ -154,10 +155,13 @@ class Execution:
 
         `watch` sees each op's end. On a queued device all actions have been enqueued when it returns.
         """
+        if self.trains:
+            refuse_modes_without_gradients()
         actions = self._actions[learns]
         self._begin(batch, learns, actions)
         torch.clear_autocast_cache()  # it may hold weights from before an optimizer's step
-        with self.compute.step(batch, seed, learns), torch.set_grad_enabled(self.trains):
+        with collect_losses() as added, torch.set_grad_enabled(self.trains):
+            self.compute.begin(batch, seed, learns, added)
             try:
                 for self._at, act in actions:
                     tick()
@@ -169,6 +173,8 @@ class Execution:
             except Exception as error:
                 self._explain(error)
                 raise
+            finally:
+                added.losses.clear()
         self._at = None
         (self._channels or self._transport).drain()
         if self.trains:
@@ -188,7 +194,7 @@ class Execution:
         (self._channels or self._transport).begin(self.marks)
         if is_queued(self._device) and self._channels is not None:
             self._mark = partial(self._device.mark_on, self._device.stream(COMPUTE))
-            self._steps = [what for what, _ in actions if isinstance(what, Step)]
+            self._steps = actions
             self._behind[:] = [None] * len(actions)
         if self.trains:
             self._transport.flags.begin(learns)
@@ -376,8 +382,8 @@ class Execution:
             return None
         steps, done = self._steps, [mark is None or self._device.is_done(mark) for mark in [*self._behind]]
         first: dict[str, Step] = {}  # of each stream, those that it has not ended
-        for step, is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
-            if not is_done:
+        for (step, _), is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
+            if not is_done and isinstance(step, Step):
                 first.setdefault(step.stream, step)
         if not first:
             return None

@@ -45,6 +45,8 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: boo
     n = num_microbatches
     if batch is None:
         return Microbatches([None] * n)
+    if isinstance(batch, torch.Tensor) and batch.dim() and len(batch) and not len(batch) % n:  # as most are
+        return Microbatches([*torch.unsafe_split(batch, len(batch) // n)] if needed else [None] * n, (), len(batch))
     if isinstance(batch, list):
         if len(batch) != n:
             raise PipelineError(

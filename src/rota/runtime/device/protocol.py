@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, TypeGuard, final
@@ -132,7 +133,7 @@ class HostDevice:
 
     def numbers(self, numbers: Sequence[float]) -> torch.Tensor:
         """A tensor of float64."""
-        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        return torch.frombuffer(array("d", numbers), dtype=torch.float64)  # a tensor of a list takes five times as long
 
     def read(self, tensor: torch.Tensor) -> Callable[[], list[float]]:
         """Its numbers are there already."""

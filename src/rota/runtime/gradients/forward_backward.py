@@ -121,8 +121,8 @@ class StageForward:
         if "backward through the graph a second time" in str(error):
             return PipelineError(
                 f"{self._where} goes backward through a graph a second time: give step detached tensors if the inputs "
-                f"carry the graph that made them, and keep tensor.detach() where the stage keeps a tensor from one "
-                f"micro-batch to the next ({str(error).partition('.')[0]})"
+                f"carry the graph that made them, and keep tensor.detach() where stage {self._stage} keeps a tensor "
+                f"from one micro-batch to the next ({str(error).partition('.')[0]})"
             )
         return None
 
@@ -180,23 +180,14 @@ def refuse_modes_without_gradients() -> None:
         )
 
 
-def keep_loss(kept: Kept, loss: torch.Tensor, weight: Number, roots: dict[Any, torch.Tensor] | None = None) -> None:
-    """Let the backward start from `loss` too, times `weight`; not if it has no gradient.
-
-    `roots`: what backwards of earlier losses started from, where the same number may be used again.
-    """
-    if not loss.requires_grad:
-        return
-    if not isinstance(weight, float):
-        gradient = weight.to(loss.device, loss.dtype).reshape(loss.shape)
-    elif roots is None:
-        gradient = torch.full_like(loss, weight, requires_grad=False)
-    else:
-        key = weight, loss.dtype, loss.shape, loss.device
-        if key not in roots:
-            roots[key] = torch.full_like(loss, weight, requires_grad=False)
-        gradient = roots[key]
-    kept.losses += ((get_gradient_edge(loss), gradient),)
+def keep_loss(kept: Kept, loss: torch.Tensor, weight: Number) -> None:
+    """Let the backward start from `loss` too, times `weight`; not if it has no gradient."""
+    if loss.requires_grad:
+        if isinstance(weight, float):
+            gradient = torch.full_like(loss, weight, requires_grad=False)
+        else:
+            gradient = weight.to(loss.device, loss.dtype).reshape(loss.shape)
+        kept.losses += ((get_gradient_edge(loss), gradient),)
 
 
 def backward(kept: Kept, received: Sequence[Gradients]) -> list[list[torch.Tensor | None]]:
