@@ -185,6 +185,7 @@ class Execution:
         self.complete, self._is_settled = True, False
 
     def _begin(self, batch: Batch, learns: bool, actions: list[Bound]) -> None:
+        self._behind[:] = []  # before its marks are used again
         if not self._is_settled:  # nobody has asked for the times of the step before
             self._device.reuse(self.marks.on_device)
         self.marks, self.complete, self._is_settled = Marks(), False, True
