@@ -14,12 +14,14 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rota.core.errors import PipelineError
 from rota.core.text import count_text, size_text, time_text
 from rota.diagnosis.report import Finding, Report, say
+from rota.runtime.device.known import KNOWN
 
 #: In float64, relative to the largest element of each weight.
 TOLERANCE = 1e-10
@@ -30,7 +32,7 @@ _FAILED = (
     "see above for the ranks' output; NCCL_DEBUG=WARN shows what NCCL says; if a rank was killed, `dmesg` says whether "
     "memory ran out"
 )
-_NAMES = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "XPU", "nccl": "NCCL"}  # of libraries that PyTorch was built with
+_LIBRARIES = {name: version for known in KNOWN.values() for name, version in known.libraries.items()}
 _WRONG = "do not train here: report it, with the versions above"
 
 
@@ -113,18 +115,18 @@ def _report(versions: Mapping[str, str | None], error: str, results: Mapping[str
 def find_versions() -> tuple[dict[str, str | None], str]:
     """The versions by name, None where there is none; and why PyTorch cannot be imported, "" if it can."""
     versions = {"python": platform.python_version(), "rota": _installed("rota"), "torch": None}
-    versions |= dict.fromkeys(_NAMES)
+    versions |= dict.fromkeys(map(str.lower, _LIBRARIES))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch: Any = importlib.import_module("torch")
     except Exception as error:  # a library that is missing raises OSError, a broken installation anything
         return versions, f"{type(error).__name__}: {error}"
-    built_with = torch.version
-    versions |= {"torch": str(torch.__version__), "cuda": built_with.cuda, "rocm": built_with.hip}
-    versions["xpu"] = getattr(built_with, "xpu", None)
-    with suppress(Exception):  # builds without it raise various errors
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    versions["torch"] = str(torch.__version__)
+    for name, attribute in _LIBRARIES.items():
+        with suppress(Exception):  # builds without it raise various errors
+            version = attrgetter(attribute)(torch)
+            versions[name.lower()] = ".".join(map(str, version())) if callable(version) else version
     return versions, ""
 
 
@@ -140,7 +142,7 @@ def _of_versions(versions: Mapping[str, str | None], error: str) -> list[Finding
     else:
         tested = _tested_versions()
         lines.append(Finding("ok", "PyTorch", f"{versions['torch']}{tested and f' (Rota is made for {tested})'}"))
-    lines += [Finding("ok", _NAMES[name], versions[name] or "") for name in _NAMES if versions[name]]
+    lines += [Finding("ok", name, versions[name.lower()] or "") for name in _LIBRARIES if versions[name.lower()]]
     return lines
 
 

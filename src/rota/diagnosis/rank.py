@@ -28,6 +28,7 @@ from rota.core.plan import Plan
 from rota.diagnosis.report import say
 from rota.models import Stages
 from rota.runtime import Pipeline, local_device
+from rota.runtime.device.local import property_of
 from rota.runtime.faults.watchdog import PATIENT, Watchdog, limit_s
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.process_group import join, leave
@@ -68,10 +69,10 @@ def examine_together(write: Callable[[str, Any], None]) -> None:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """The host and the device of this rank, and the device's memory; None on the CPU."""
-    name, memory = "", (None, None)
+    name = ""
+    memory: tuple[int | None, int | None] = None, None
     if device.type != "cpu":
-        module: Any = torch.get_device_module(device)
-        name, memory = module.get_device_name(device), module.mem_get_info(device)
+        name, memory = property_of(device, "name") or "", torch.accelerator.get_memory_info(device)
     fields = {"host": socket.gethostname(), "device": str(device), "name": name}
     return fields | dict(zip(("free_bytes", "total_bytes"), memory, strict=True))
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from rota.core.errors import EstimateError, UsageError
 from rota.models import Stages
+from rota.runtime.device.local import property_of
 from rota.runtime.environment import shared_cores
 from rota.runtime.host_memory import total_bytes
 
@@ -179,8 +180,7 @@ def memory_bytes_per_rank(name: str | None, ranks_per_machine: int) -> int:
     if name is not None and not is_here(name):
         num_bytes = device_named(name).memory_bytes
     elif name is not None and (device := torch.device(name)).type != "cpu":
-        properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
-        num_bytes = getattr(properties, "total_memory", None)
+        num_bytes = property_of(device, "total_memory")
     else:
         num_bytes = total_bytes()
         num_bytes = num_bytes and num_bytes // ranks_per_machine
@@ -189,10 +189,9 @@ def memory_bytes_per_rank(name: str | None, ranks_per_machine: int) -> int:
     return num_bytes
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """What the maker calls an accelerator; its type where PyTorch does not know."""
-    name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)
-    return str(name(device))
+    return str(property_of(device, "name") or device.type)
 
 
 def cpu_name() -> str:

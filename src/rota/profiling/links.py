@@ -38,7 +38,7 @@ from rota.core.text import size_text, time_text
 from rota.core.timeline import Timeline
 from rota.models import Stages
 from rota.runtime.device.choosing import device_at
-from rota.runtime.device.local import current_device, local_device
+from rota.runtime.device.local import CPU, backends_of, current_device, local_device
 from rota.runtime.device.protocol import Device, is_queued
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.pipeline import Pipeline
@@ -286,11 +286,9 @@ def _shared_lines(cluster: Cluster) -> Iterable[str]:
 
 def _own_device(device: torch.device | None) -> Device:
     """This process's device. Collective. Raises PipelineError if the processes have devices of different types."""
-    if device is None and dist.get_backend() != "gloo":
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, "the default group takes no tensors of the CPU"
-        device = current_device(accelerator.type)
-    own = device_at(device or torch.device("cpu"))
+    backends = backends_of()
+    kind = next((kind for kind, backend in backends.items() if backend != backends.get(CPU)), CPU)
+    own = device_at(device or current_device(kind))
     types = all_gather_json(own.torch_device.type)
     if len({*types}) > 1:
         places = ", ".join(f"process {i} on {kind}" for i, kind in enumerate(types))

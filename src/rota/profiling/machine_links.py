@@ -20,7 +20,7 @@ from rota.core.errors import PipelineError, RotaError, UsageError
 from rota.core.reading import Whole
 from rota.core.text import count_text
 from rota.core.writing import write_text
-from rota.profiling.devices import cpu_name
+from rota.profiling.devices import cpu_name, device_name
 from rota.profiling.forked import run_forked
 from rota.profiling.links import REPEATS, MeasuredLinks, Report, links_of_launched
 from rota.runtime.device.local import AUTO, device_type
@@ -127,7 +127,7 @@ def links_of_started(
 
 def _key(num_ranks: int, device: str, repeats: int) -> dict[str, str]:
     """What must not change for kept links to stay valid, by name."""
-    name = cpu_name() if device == "cpu" else f"{device} {torch.get_device_module(device).get_device_name(0)}"
+    name = cpu_name() if device == "cpu" else f"{device} {device_name(torch.device(device, 0))}"
     return {
         "method": _METHOD,
         "host": socket.gethostname(),

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rota.runtime.device.local import CPU, backends_of
+
 _LENGTH = struct.Struct("<Q")
 _NUM_FIRST = 1024 - _LENGTH.size
 
@@ -79,6 +81,5 @@ def _joined(begin: torch.Tensor, rest: torch.Tensor) -> Any:
 
 def _device(group: dist.ProcessGroup | None) -> str:
     """The device that the group's collectives need their tensors on: the CPU, unless it takes those of others alone."""
-    pairs = dist.get_backend_config(group).split(",")  # such as "cpu:gloo,cuda:nccl"
-    kinds = [pair.partition(":")[0] for pair in pairs]
-    return "cpu" if "cpu" in kinds else kinds[0]
+    types = backends_of(group)
+    return CPU if CPU in types else next(iter(types))

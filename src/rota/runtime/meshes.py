@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
-from rota.runtime.device.local import local_device_type
+from rota.runtime.device.local import CPU, local_device, local_device_type
 from rota.runtime.environment import MESH
 from rota.runtime.process_group import group_timeout, join, leave
 from rota.runtime.transport import collective
@@ -53,8 +53,11 @@ def mesh(*, pp: int | None = None, dp: int = 1, tp: int = 1, timeout_s: float | 
             f"a mesh of pp={pp}, dp={dp}, tp={tp} is for {needed} processes, but {size} were started; start {needed}, "
             f"such as with `rota run --mesh pp={pp},dp={dp},tp={tp} plan.json script.py`"
         )
+    kind = local_device_type()
+    if kind != CPU and not torch.get_device_module(kind).is_initialized():
+        local_device()  # otherwise PyTorch would take number LOCAL_RANK, even where only number 0 is visible
     with collective("making the mesh"):
-        return init_device_mesh(local_device_type(), (dp, pp, tp), mesh_dim_names=_DIMS)
+        return init_device_mesh(kind, (dp, pp, tp), mesh_dim_names=_DIMS)
 
 
 def local_stages(plan: Plan, mesh: DeviceMesh | None = None) -> tuple[int, ...]:

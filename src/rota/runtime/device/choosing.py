@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from rota.core.errors import PipelineError
 from rota.models import Stages
+from rota.runtime.device.local import CPU, property_of
 from rota.runtime.device.protocol import Device, HostDevice
 from rota.runtime.device.streams import StreamDevice
 
@@ -74,10 +75,7 @@ def describe_placed(stages: Stages, local: Callable[[], Iterable[int]]) -> Place
 
 
 def _unit_of(device: torch.device) -> str:
-    if device.type == "cpu":
-        return ""
-    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
-    return str(getattr(properties, "uuid", "") or "")
+    return "" if device.type == CPU else str(property_of(device, "uuid") or "")
 
 
 def refuse_mixed(of_ranks: Sequence[Placed]) -> str:
@@ -96,7 +94,8 @@ def refuse_mixed(of_ranks: Sequence[Placed]) -> str:
             raise PipelineError(
                 f"ranks {other} and {rank} both have their stages on {placed.name} of {placed.host}, but messages go "
                 f"from one device to another (NCCL refuses duplicates); give each process its own: "
-                f"stages.to(rota.local_device(), rota.local_stages(plan, mesh))"
+                f"stages.to(rota.local_device(), rota.local_stages(plan, mesh)); if that is this one on both, let each "
+                f"process see all devices of its machine, or a different one"
             )
     if len(by_type) > 1:
         places = ", ".join(

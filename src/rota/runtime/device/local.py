@@ -1,16 +1,18 @@
-"""Which device belongs to this process: that of its number on its machine, or the CPU."""
+"""Which device belongs to this process: the only one that it sees, that of its number on its machine, or the CPU."""
 
 from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rota.core.errors import PipelineError, UsageError
 from rota.core.text import count_text
-from rota.runtime.environment import DEVICE, processes_here, say
+from rota.runtime.device.known import KNOWN
+from rota.runtime.environment import DEVICE, STORE, processes_here, say
 
 AUTO, CPU = "auto", "cpu"
 
@@ -18,8 +20,10 @@ AUTO, CPU = "auto", "cpu"
 def local_device() -> torch.device:
     """The device for this process's stages, as `rota run --device` says; it becomes PyTorch's current one.
 
-    By default it is the accelerator with this process's number on its machine, LOCAL_RANK. It is the CPU where there is
-    no accelerator, or fewer than processes (LOCAL_WORLD_SIZE), which the machine's first process reports.
+    By default it is the accelerator with this process's number on its machine, LOCAL_RANK, or number 0 where the
+    launcher shows each process one of its own (by CUDA_VISIBLE_DEVICES or the like, as Slurm's --gpus-per-task=1 does).
+    It is the CPU where there is no accelerator, or fewer than processes (LOCAL_WORLD_SIZE), which the machine's first
+    process reports.
 
     Returns:
         The device, such as `device(type="cuda", index=1)`, or the CPU.
@@ -32,7 +36,9 @@ def local_device() -> torch.device:
         if os.environ.get(DEVICE, AUTO) == AUTO and number == 0:
             _report_too_few(processes_here())
         return torch.device(CPU)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in os.environ:
+    if _sees_its_own():
+        number = 0
+    elif int(os.environ.get("WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" not in os.environ:
         raise PipelineError(
             "LOCAL_RANK is not set, so it is not known which device is this process's; set LOCAL_RANK and "
             "LOCAL_WORLD_SIZE (under Slurm from SLURM_LOCALID and SLURM_NTASKS_PER_NODE), or start with `rota run`"
@@ -70,6 +76,12 @@ def current_device(kind: str) -> torch.device:
     return torch.device(CPU) if kind == CPU else torch.device(kind, torch.accelerator.current_device_index())
 
 
+def property_of(device: torch.device, name: str) -> Any:
+    """A property of an accelerator that only some types have, such as its name or uuid; None where PyTorch has none."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    return getattr(properties, name, None)
+
+
 def group_backend() -> str:
     """The backend of a process group whose tensors may be on the CPU or on an accelerator, as `new_group` takes it.
 
@@ -79,9 +91,21 @@ def group_backend() -> str:
     return "gloo" if kind == CPU else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
+def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """The types of device whose tensors a group takes (the default one if None), and the backend of each."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))  # "cpu:gloo,cuda:nccl"
+
+
 def local_device_type() -> str:
     """The type of `local_device`, without making it the current one."""
-    return device_type(os.environ.get(DEVICE, AUTO), processes_here())
+    return device_type(os.environ.get(DEVICE, AUTO), 1 if _sees_its_own() else processes_here())
+
+
+def _sees_its_own() -> bool:
+    """Whether the launcher shows this process a device of its own; the ranks of `rota run` share what they see."""
+    kind, number = _accelerators()
+    is_chosen = kind in KNOWN and any(map(os.environ.get, KNOWN[kind].visible))
+    return number == 1 and is_chosen and STORE not in os.environ
 
 
 def _accelerators() -> tuple[str, int]:
@@ -99,5 +123,5 @@ def _report_too_few(num_processes: int) -> None:
         say(
             f"{count_text(num_processes, 'process', 'es')} on this machine, but "
             f"{count_text(number, f'{kind} device')}, so rota.local_device() is the CPU; start {number} here to use "
-            f"{'it' if number == 1 else 'them'}. If each process sees only its own, use torch.device({kind!r}, 0)"
+            f"{'it' if number == 1 else 'them'}"
         )
