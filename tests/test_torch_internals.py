@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import rota
 from rota import torch_internals
+from support.pool import Pool
 
 
 @pytest.fixture
@@ -239,6 +240,42 @@ def test_a_message_moves_on_the_current_stream(alone: dist.ProcessGroup) -> None
     for tensor in (torch.ones(2), torch.ones(2).to(torch.float8_e4m3fn)):
         torch_internals.move_message(torch_internals.backend_of(alone, torch.device("cpu")), tensor, options)
         assert tensor.float().tolist() == [1, 1]
+
+
+#: Gloo's broadcast refuses these too.
+UNKNOWN_TO_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)
+
+
+@pytest.mark.dist
+def test_a_message_may_have_any_dtype(pool: Pool) -> None:
+    assert pool.run(2, lone_messages) == [[1] * len(UNKNOWN_TO_NCCL)] * 2
+
+
+def lone_messages(rank: int) -> list[float]:
+    backend, tensors = torch_internals.backend_of(dist.group.WORLD, torch.device("cpu")), []  # type: ignore[arg-type]
+    for dtype in UNKNOWN_TO_NCCL:
+        tensors.append(torch.tensor(rank).to(dtype))
+        torch_internals.move_message(backend, tensors[-1], torch_internals.message_options(1))
+    return [tensor.float().item() for tensor in tensors]
+
+
+@pytest.mark.dist
+def test_a_group_is_made_by_its_members_alone(pool: Pool) -> None:
+    assert pool.run(3, groups_that_overlap) == [[1, 2], [1, 3, 2, 6], [3, 6]]
+
+
+def groups_that_overlap(rank: int) -> list[int]:
+    """The sum of ranks in each of a rank's groups, the middle one of which has more than the others."""
+    sums = []
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # type: ignore[union-attr]
+    for members, factor in (((0, 1), 1), ((1, 2), 1), ((1, 0), 2), ((1, 2), 2)):
+        if rank in members:
+            total = torch.tensor(rank * factor)
+            dist.all_reduce(total, group=torch_internals.new_group(members, timedelta(seconds=100), "gloo"))
+            sums.append(int(total))
+    assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)  # type: ignore[union-attr]
+    dist.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
+    return sums
 
 
 def test_a_hook_of_a_backward_is_in_it() -> None:

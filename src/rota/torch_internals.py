@@ -7,6 +7,7 @@ of PyTorch, the change belongs here and nowhere else. This module imports nothin
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 import warnings
@@ -429,11 +430,39 @@ def move_message(backend: Any, tensor: torch.Tensor, options: Any) -> None:
 
     Relies on `broadcast(tensors, options)` of a backend and on `BroadcastOptions.asyncOp`.
     """
-    if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
-        tensor = tensor.view(torch.uint8)  # NCCL knows float8 on new devices alone
+    if tensor.dtype not in _TAKEN_BY_ALL:
+        tensor = tensor.reshape(-1).view(torch.uint8)
     work = backend.broadcast([tensor], options)
     if work is not None:
         work.wait()
+
+
+#: The dtypes that every backend moves. NCCL knows no int16 and no uint16 to 64, and float8 on new devices alone.
+_TAKEN_BY_ALL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32))
+_TAKEN_BY_ALL |= {torch.int8, torch.uint8, torch.bool}
+
+
+def new_group(processes: Iterable[int], timeout: Any, backend: str) -> dist.ProcessGroup:
+    """A new group of these processes. They alone make it; all make those that they are in in one order.
+
+    PyTorch names such a group by how many groups a process is in, so that those that are in different numbers of them
+    would wait for each other for ever (2.13). Here the processes and the number of their groups name it. And where a
+    device is bound to the default group, PyTorch would split that group's communicator, for which all processes must
+    call. Relies on `use_local_synchronization`, `_process_group_name`, `_get_default_store` and
+    `ProcessGroup.bound_device_id`.
+    """
+    c10d: Any = dist.distributed_c10d
+    members = sorted(processes)
+    world: Any = c10d._get_default_group()
+    number = c10d._get_default_store().add(f"rota/groups of {members} on {world.rank()}", 1)
+    name = hashlib.sha1(f"{members} {number}".encode(), usedforsecurity=False).hexdigest()
+    before = c10d._process_group_name, world.bound_device_id
+    c10d._process_group_name, world.bound_device_id = (lambda *_, **__: name), None
+    try:
+        group: dist.ProcessGroup = dist.new_group(members, timeout, backend, use_local_synchronization=True)
+        return group
+    finally:
+        c10d._process_group_name, world.bound_device_id = before
 
 
 def own_connection_to_store() -> Any:

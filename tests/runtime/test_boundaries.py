@@ -34,6 +34,7 @@ from support.pool import Pool
 from support.sampling import IS_WHOLE
 
 WIDTH = 6
+UNKNOWN_TO_NCCL = [torch.int16, torch.uint16, torch.uint32, torch.uint64]
 
 
 def layer(linear: nn.Linear, *values: Tensor) -> Tensor:
@@ -43,7 +44,9 @@ def layer(linear: nn.Linear, *values: Tensor) -> Tensor:
 def make_nested(linear: nn.Linear, x: Tensor) -> Any:
     ids = (x[:, 0] > 0).long()
     plain = [None, 3, 2.5, True, "text"]
-    return {"h": (linear(x), plain), 7: ids, "shape": x.shape, "nothing": (), "mask": x > 0, "cut": linear(x).detach()}
+    few = [*(ids.to(dtype) for dtype in UNKNOWN_TO_NCCL), ids[0].to(torch.uint32)]
+    v = {"h": (linear(x), plain), 7: ids, "shape": x.shape, "nothing": (), "mask": x > 0, "cut": linear(x).detach()}
+    return v | {"few": few}
 
 
 def read_nested(linear: nn.Linear, v: Any) -> Any:
@@ -52,11 +55,14 @@ def read_nested(linear: nn.Linear, v: Any) -> Any:
     assert [type(item) for item in plain] == [type(None), int, float, bool, str]
     assert type(v["shape"]) is torch.Size
     assert (v["shape"], v["nothing"]) == (h.shape, ())
-    assert [*v] == ["h", 7, "shape", "nothing", "mask", "cut"]
+    assert [*v] == ["h", 7, "shape", "nothing", "mask", "cut", "few"]
     assert (v[7].dtype, v["mask"].dtype) == (torch.int64, torch.bool)
     assert not v["cut"].requires_grad
+    *few, lone = v["few"]
+    assert [ids.dtype for ids in (*few, lone)] == [*UNKNOWN_TO_NCCL, torch.uint32]
+    ids = sum(ids.long() for ids in few) - 3 * v[7] + lone.long() - v[7][0]  # as it was sent
     h = h * v["mask"] + v["cut"]
-    return [linear(h) * v[7][:, None], (h, v[7])]
+    return [linear(h) * ids[:, None], (h, ids)]
 
 
 def end_nested(linear: nn.Linear, v: Any) -> Tensor:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+import rota
+from rota import Cluster, Costs, Pipeline, place, spmd
+from rota.schedules import gpipe
 from runtime import (
     test_boundaries,
     test_inference,
@@ -16,10 +19,11 @@ from runtime import (
 )
 from runtime.gradients import test_recompute
 from runtime.reducing import test_replicas, test_shared_weights
-from support.networks import assert_as_unsplit, batch_of, chain, family_cases, pipeline_steps, plan_for
+from support.networks import assert_as_unsplit, batch_of, chain, family_cases, loss_fn, pipeline_steps, plan_for
 from support.pool import Pool
 from support.sampling import some
 from support.sim_device.pool import SimPool
+from support.sim_device.runtime_device import opened
 
 pytestmark = pytest.mark.dist
 
@@ -92,6 +96,28 @@ def test_replicas_that_accumulate(sim_pool: SimPool, pp: int, dp: int) -> None:
 
 def test_stages_on_several_ranks(sim_pool: SimPool) -> None:
     test_spmd.test_stages_on_several_ranks(sim_pool, "M with a head", False)  # type: ignore[arg-type]
+
+
+def opened_in_steps(rank: int, pp: int) -> tuple[int, int]:
+    """How many communicators there are before the steps and after them: of 4 ranks, or of 2 with replicas and a tie."""
+    mesh = rota.mesh(pp=pp, dp=4 // pp)
+    ranks: test_spmd.Ranks = [(0, 1), (2, 3), (0, 1), (3,)] if pp == 4 else [(0,), (1,), (0,)]
+    opened.clear()
+    groups = {on: spmd.group(on, mesh) for on in dict.fromkeys(ranks)}
+    stages = test_spmd.stages_on(ranks, [(a, a + 1) for a in range(len(ranks) - 1)], groups)
+    if pp == 2:
+        stages[2].linear.weight = stages[1].linear.weight  # type: ignore[union-attr]
+    plan = gpipe(place(Costs.uniform(len(ranks)), Cluster.uniform(pp), ranks), 4)
+    with Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
+        num_before = len(opened)
+        pipeline.step(*batch_of(4, pipeline.replica))
+    return num_before, len(opened)
+
+
+@pytest.mark.parametrize("pp", [4, 2])
+def test_no_communicator_is_made_in_a_step(sim_pool: SimPool, pp: int) -> None:
+    for before, after in sim_pool.run(4, opened_in_steps, pp):
+        assert before == after > 1
 
 
 def test_evaluation(sim_pool: SimPool) -> None:

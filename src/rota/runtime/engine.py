@@ -41,6 +41,7 @@ from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts
 from rota.runtime.reducing.sharded_stages import refuse_wrapped
 from rota.runtime.reducing.shared_weights import shared_weights
+from rota.runtime.spmd import open_groups
 from rota.runtime.step_losses import StepLoss
 from rota.runtime.step_results import StepHandle, StepResults
 from rota.runtime.stop_requests import StopRequests
@@ -279,6 +280,7 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
             life.at_end(transport.close)
             channels: Channels | None = None
             if is_queued(device):
+                open_groups((stages[stage] for stage in local), device.torch_device)
                 channels = Channels(plan, device, transport, processes)
                 life.at_end(channels.close)
             record = Record(processes.rank, num_cores=None if is_queued(device) else cores_of(plan.num_ranks))

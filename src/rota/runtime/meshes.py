@@ -23,6 +23,7 @@ from rota.runtime.device.local import CPU, local_device, local_device_type
 from rota.runtime.environment import MESH
 from rota.runtime.process_group import group_timeout, join, leave
 from rota.runtime.transport import collective
+from rota.torch_internals import new_group
 
 _DIMS = ("dp", "pp", "tp")  # outermost first: processes that communicate most are closest together
 _HOSTS = "gloo"  # the backend of groups for what hosts agree on; it takes tensors on the CPU
@@ -161,11 +162,8 @@ class Processes:
         return [named[process] for process in sorted(named)]
 
     def open_on_device(self, backend: str, device: torch.device) -> None:
-        """Make the groups that take tensors of the stages' device. Every process must call it, once.
-
-        They are those of the hosts where `backend` is theirs.
-        """
-        if backend == _HOSTS:
+        """Make the groups that take tensors of the stages' device, on the CPU those of the hosts. Collective; once."""
+        if device.type == CPU:
             self.everyone_on_device, self.replicas_on_device = self.everyone, self.replicas
             return
         self.everyone_on_device = self._made([[*range(dist.get_world_size())]], backend, device)
@@ -186,14 +184,14 @@ class Processes:
         return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines], backend, device)
 
     def _made(self, enumeration: list[list[int]], backend: str = _HOSTS, device: torch.device | None = None) -> Any:
-        """Make all groups, in the same order on every process; returns this process's, None if it is in none."""
+        """Make this process's group of these, None if it is in none. All make their groups in the same order."""
+        members = next((members for members in enumeration if dist.get_rank() in members), None)
+        if members is None:
+            return None
         with collective("making process groups"):
-            groups = [dist.new_group(processes, self._timeout, backend=backend) for processes in enumeration]
-        process = dist.get_rank()
-        own = next((group for group, members in zip(groups, enumeration, strict=True) if process in members), None)
-        if own is not None:
-            (self._groups if backend == _HOSTS else self._groups_on_device).append(own)
-        if own is not None and device is not None:
+            own = new_group(members, self._timeout, backend)
+        (self._groups if backend == _HOSTS else self._groups_on_device).append(own)
+        if device is not None:
             # A group's first collective makes its communicator, for which the hosts wait: it must not be one of a step.
             with collective("opening process groups"):
                 dist.all_reduce(torch.zeros(1, device=device), group=own)

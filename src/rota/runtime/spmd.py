@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,15 +25,17 @@ from rota.runtime.device.local import group_backend
 from rota.runtime.meshes import pipelines_of
 from rota.runtime.process_group import join
 from rota.runtime.transport import collective
+from rota.torch_internals import new_group
 
 Group = dist.ProcessGroup | None
 Module = TypeVar("Module", bound=nn.Module)
 
 _REPLICATED = "_rota_replicated"  # an attribute of modules
+_made: WeakSet[dist.ProcessGroup] = WeakSet()  # by `group`
 
 
 def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
-    """The process group of a stage on several ranks. Every rank must call it.
+    """The process group of a stage on several ranks. All of these must call it, and other ranks may.
 
     Joins the processes that `rota run` or torchrun started, if nothing has done so yet. The group takes tensors on the
     CPU, and on an accelerator if there is one.
@@ -46,12 +49,25 @@ def group(ranks: Iterable[int], mesh: DeviceMesh | None = None) -> Group:
         None for one rank, and on a rank outside the group.
     """
     join()
-    ranks, own = sorted(ranks), None
-    for pipeline in pipelines_of(mesh) if len(ranks) > 1 else ():
-        processes = [pipeline[rank] for rank in ranks]
-        opened = dist.new_group(processes, backend=group_backend())
-        own = opened if dist.get_rank() in processes else own
+    process, ranks = dist.get_rank(), [*ranks]
+    pipeline = next(pipeline for pipeline in pipelines_of(mesh) if process in pipeline)
+    processes = [pipeline[rank] for rank in ranks]
+    if len(ranks) < 2 or process not in processes:
+        return None
+    own = new_group(processes, None, group_backend())
+    _made.add(own)
     return own
+
+
+def open_groups(stages: Iterable[nn.Module], device: torch.device) -> None:
+    """Make the communicators of the groups that modules of these stages hold, for which step 1 would wait. Collective.
+
+    `stages`: in an order that all ranks have.
+    """
+    held = (value for stage in stages for module in stage.modules() for value in vars(module).values())
+    for group in dict.fromkeys(value for value in held if isinstance(value, dist.ProcessGroup) and value in _made):
+        with collective(_words("opening the group of", group)):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def copy_to_ranks(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -20,6 +20,11 @@ from support.sim_device.device import Event, Stream, current_device
 from support.sim_device.tensors import SimTensor
 
 SIM = torch.device("sim", 0)
+_TAKEN = {
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+opened: list[str] = []  # this process's groups that have been used, in order
 _END_OF_STEP = ("read", "times_ns")  # what the host may wait for, once a step has been enqueued
 
 
@@ -139,7 +144,7 @@ class SimGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._sends: list[tuple[Any, torch.Tensor]] = []  # Gloo tells nobody when one is through
-        self._name = ""
+        self._name, self._is_open = "", False
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -227,10 +232,13 @@ class SimGroup(dist.ProcessGroup):
             _asked(lambda: self._gloo.allreduce([end_ns], options).wait())
             stream.free_ns = int(end_ns)
 
-    @staticmethod
-    def _launched(name: str, tensor: torch.Tensor, *, reads: bool = True, writes: bool = True) -> torch.Tensor:
+    def _launched(self, name: str, tensor: torch.Tensor, *, reads: bool = True, writes: bool = True) -> torch.Tensor:
+        if not self._is_open:  # the first one makes the communicator, for which all its hosts wait
+            self._is_open = True
+            opened.append(self._name)
         assert isinstance(tensor, SimTensor), f"{name} got a tensor on {tensor.device}"
         assert tensor.is_contiguous(), f"{name} got a tensor that is not contiguous, as NCCL does not take it"
+        assert tensor.dtype in _TAKEN, f"{name} got {tensor.dtype}, which NCCL does not take"
         block = tensor.block
         block.device.launch(name, [block] if reads else [], [block] if writes else [], block.device.current_stream)
         return tensor.inner.detach().clone(memory_format=torch.contiguous_format)
