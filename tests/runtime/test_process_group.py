@@ -1,7 +1,9 @@
-"""Processes find each other at a store that earlier starts have written to."""
+"""Processes find each other at a store that earlier starts have written to; communicators are aborted all at once."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -35,3 +37,26 @@ def test_who_does_not_come_is_told() -> None:
         joining._answer_all(store, 3, 0.1)
     with pytest.raises(PipelineError, match=r"process 0 has not joined"):
         joining._ask(store, 2, 0.1)
+
+
+class Group:
+    """A process group, of which only the abort counts."""
+
+    def __init__(self, abort: Callable[[], object]) -> None:
+        self.abort = abort
+
+
+def test_groups_are_aborted_all_at_once_and_nobody_waits_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three aborts that end together, one that fails, and one that does not end."""
+    monkeypatch.setattr(joining, "_abandoned", [])
+    together, never, ended = threading.Barrier(3), threading.Event(), []
+    groups = [Group(lambda: ended.append(together.wait())) for _ in range(3)]
+    joining.abandon(groups, ValueError())  # type: ignore[arg-type]
+    assert len(ended) == 3
+    monkeypatch.setattr(joining, "_ABORT_S", 0.01)
+    joining.abandon([Group(raise_error), Group(never.wait)], ValueError())  # type: ignore[list-item]
+    never.set()
+
+
+def raise_error() -> None:
+    raise dist.DistBackendError("it was aborted before")

@@ -33,9 +33,10 @@ def reports(rank: int) -> tuple[list[str], list[int]]:
         for num_done in (len(behind), 9, 4, 1):
             done = {id(mark) for mark in behind[:num_done]}
             device.is_done = lambda mark, done=done: id(mark) in done  # type: ignore[attr-defined, misc]
+            execution.look()
             doing = execution.doing([])
             said.append(f"{'waits' if doing.waits else 'busy'}: {doing.words}")
-            reached.append(execution.num_reached())
+            reached.append(execution.num_reached)
         del device.is_done  # type: ignore[attr-defined]
         handle.wait()
     return said, reached

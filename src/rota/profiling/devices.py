@@ -138,7 +138,7 @@ def device_named(name: str) -> DeviceModel:
 def place_name(stages: Stages) -> str:
     """The devices of the stages' parameters, such as "NVIDIA H200"; the CPU if they are on no other."""
     devices = accelerators_of(stages)
-    return " and ".join(dict.fromkeys(map(_device_name, devices))) if devices else f"{cpu_name()}, 1 thread"
+    return " and ".join(dict.fromkeys(map(device_name, devices))) if devices else f"{cpu_name()}, 1 thread"
 
 
 def accelerators_of(stages: Stages) -> list[torch.device]:

@@ -35,7 +35,7 @@ from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.microbatches import refuse_writes_to_shared
 from rota.runtime.plans import ReadyPlan, ReadyPlans, for_all_streams, refuse_other_cuts, refuse_unsupported
-from rota.runtime.process_group import clock_offset_ns, join, leave
+from rota.runtime.process_group import clock_offset_ns, join, leave, leave_world
 from rota.runtime.recorder import Record
 from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts
@@ -257,8 +257,7 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
     recomputed = recomputed_by_backward(options.get("recompute", "none"), plan.placement)
     life = Life()
     try:
-        if join(limit):
-            life.at_end(partial(leave, [dist.group.WORLD]))
+        life.at_end(partial(leave_world, join(limit)))
         watched = Watched([f"rank {process}" for process in range(dist.get_world_size())])
         watchdog = Watchdog(limit, watched)
         life.at_end(watchdog.close)

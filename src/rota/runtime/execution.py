@@ -98,6 +98,10 @@ class Execution:
         self.plan, self.compute, self.record = plan, compute, here.record
         self.trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
         self.marks = Marks()
+        self.is_queued = here.channels is not None
+        #: What a queued device did when `look` asked last, and how many kernels of the last run it had ended.
+        self.on_device: Doing | None = None
+        self.num_reached = 0
         #: Whether the last run has reached its end.
         self.complete, self._is_settled = False, True
         self._stages, self._here, self._hooks = stages, here, hooks
@@ -377,11 +381,17 @@ class Execution:
 
     # --- what it does -------------------------------------------------------------------------------------------------
 
-    def doing_on_device(self) -> Doing | None:
-        """What the device does or waits for, if it has not ended what the host has enqueued. Any thread may ask."""
-        if not is_queued(self._device):
-            return None
-        steps, done = self._steps, [mark is None or self._device.is_done(mark) for mark in [*self._behind]]
+    def look(self) -> None:
+        """Ask a queued device what it has reached. Any thread may call it; a device that is stuck may never answer."""
+        if is_queued(self._device):
+            behind = [*self._behind]
+            done = [mark is None or self._device.is_done(mark) for mark in behind]
+            self.num_reached = sum(done) - behind.count(None)
+            self.on_device = self._doing_on_device(done)
+
+    def _doing_on_device(self, done: list[bool]) -> Doing | None:
+        """What the device does or waits for, if it has not ended what the host has enqueued."""
+        steps = self._steps
         first: dict[str, Step] = {}  # of each stream, those that it has not ended
         for (step, _), is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
             if not is_done and isinstance(step, Step):
@@ -394,12 +404,6 @@ class Execution:
             return Doing(False, f"has not ended on its device: {at}")
         return Doing(True, f"waits on its device for other ranks: {at}")
 
-    def num_reached(self) -> int:
-        """How many kernels of the last run a queued device has ended. Any thread may ask."""
-        if not is_queued(self._device):
-            return 0
-        return sum(mark is not None and self._device.is_done(mark) for mark in [*self._behind])
-
     def awaits(self, words: str) -> None:
         """From now on the rank waits for what these words say, outside of its actions."""
         self._awaited = words
@@ -407,8 +411,8 @@ class Execution:
     def doing(self, frames: list[FrameType]) -> Doing:
         """What the run is doing, or what it waits for, by the stack of the thread that runs it."""
         at, oldest = self._at, self._transport.oldest
-        if not isinstance(at, Step) and (on_device := self.doing_on_device()) is not None:
-            return on_device
+        if not isinstance(at, Step) and self.on_device is not None:
+            return self.on_device
         if (message := self._transport.awaited(frames)) is not None:
             return Doing(True, f"waits for {message.transfer} from rank {message.transfer.sender}")
         if at is None and oldest is not None:

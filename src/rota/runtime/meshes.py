@@ -9,19 +9,21 @@ TP shard 1                     1       3        5       7       of each other; 0
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rota.core.errors import PipelineError
+from rota.core.errors import LostRankError, PipelineError, error_text
 from rota.core.plan import Plan
 from rota.runtime.device.local import CPU, local_device, local_device_type
 from rota.runtime.environment import MESH
-from rota.runtime.process_group import group_timeout, join, leave
+from rota.runtime.faults.hang_report import frames_of, place
+from rota.runtime.faults.watchdog import show
+from rota.runtime.process_group import abandon, group_timeout, join, leave
 from rota.runtime.transport import collective
 from rota.torch_internals import new_group
 
@@ -198,13 +200,18 @@ class Processes:
         return own
 
     def abort_on_device(self, error: BaseException | None) -> None:
-        """After an error, end what the device still does with other ranks: leaving the groups would wait for that."""
+        """After an error, end what the device still does with other ranks: leaving the groups would wait for that.
+
+        After a lost rank, nothing behind this report is certain to run.
+        """
         if error is None or (isinstance(error, SystemExit) and not error.code):
             return
-        for group in self._groups_on_device:
-            with suppress(RuntimeError):
-                group.abort()
-        self._groups_on_device = []
+        groups, self._groups_on_device = self._groups_on_device, []
+        if groups and isinstance(error, LostRankError):
+            at = f" ({where})" if (where := place(frames_of(threading.get_ident()))) else ""
+            show(f"rota: {self.names[dist.get_rank()]}: {error_text(error)}{at}")
+        if groups:
+            abandon(groups, error)
 
     def close(self) -> list[dist.ProcessGroup]:
         """Forget the groups; returns them, for `leave`."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 
-from rota.core.errors import PipelineError
+from rota.core.errors import LostRankError, PipelineError
 from rota.runtime import control
 from rota.runtime.device.local import group_backend
 from rota.runtime.environment import STORE, end_with_parent
@@ -32,6 +35,7 @@ Result = TypeVar("Result")
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
 _LONGER = 1.1  # each pause than the one before: processes that start together meet within milliseconds
 _LONGEST_S = 10 * 365 * 86400.0  # instead of no limit
+_ABORT_S = 3.0
 _num_meetings = 0
 
 
@@ -83,6 +87,51 @@ def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
         if dist.is_initialized():
             with suppress(ValueError):
                 dist.destroy_process_group(group)
+
+
+_abandoned: list[BaseException] = []  # the errors with which kernels were left to wait
+
+
+def abandon(groups: Sequence[dist.ProcessGroup], error: BaseException) -> None:
+    """Abort groups on a device after an error, as their kernels may wait for ever for ranks that are gone.
+
+    One after another they may deadlock, and an abort may not end (NVIDIA/nccl#1013, #863): so each has a thread, and
+    no one waits for these for longer than `_ABORT_S`. From now on this process ends without Python's clean-up, which
+    would wait for the kernels of all groups, those of the script as well.
+    """
+    _abandoned.append(error)
+    threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + _ABORT_S
+    for thread in threads:
+        thread.join(max(deadline_s - time.monotonic(), 0))
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):
+        group.abort()
+
+
+def leave_world(is_own: bool) -> None:
+    """End the default group if `is_own`; but after a rank was lost beside kernels that wait for it, this process."""
+    if any(isinstance(error, LostRankError) for error in _abandoned):
+        _end()
+    if is_own and not _abandoned:
+        leave([dist.group.WORLD])
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@atexit.register
+def _end_abandoned() -> None:
+    """After an error that the script let through, and Python has shown."""
+    if _abandoned and getattr(sys, "last_value", None) is not None:
+        _end()
 
 
 # --- in the launcher's folder -----------------------------------------------------------------------------------------

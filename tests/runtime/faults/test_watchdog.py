@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import math
 import re
 import time
@@ -15,6 +17,7 @@ from torch import Tensor
 from rota import Pipeline, PipelineError, Plan, Stages
 from rota.core.errors import LostRankError
 from rota.runtime.faults import watchdog
+from rota.runtime.faults.hang_report import Doing
 from rota.runtime.faults.watchdog import EXIT_CODE
 from support.faulty_stages import NUM_RANKS, Fails, break_on_purpose, hang, plan_for, stages_with
 from support.fresh import Ended, run_fresh
@@ -253,3 +256,70 @@ def take_time(rank: int, plan: Plan) -> None:
 def test_slow_steps_rests_and_failed_steps_do_not_wake_it(tmp_path: Path) -> None:
     for ended in run_fresh(tmp_path, NUM_RANKS, take_time, plan_for(num_microbatches=8)):
         assert ended.exit_code == 0, ended
+
+
+class OnDevice:
+    """A run whose device never ends what it has."""
+
+    is_queued, num_reached, num_looks = True, 0, 0
+    on_device = Doing(True, "waits on its device")
+
+    def look(self) -> None:
+        self.num_looks += 1
+
+    def last(self) -> str:
+        return "after 0F0"
+
+
+def look_until_it_is_wrong(rank: int, how: str) -> None:
+    """The device is asked in each interval until a rank fails, and the last resort is put off from then on too."""
+    clock, run, timers = WatchClock(), OnDevice(), list[str]()
+    faulthandler.dump_traceback_later = lambda *_, **__: timers.append("put off")
+    faulthandler.cancel_dump_traceback_later = lambda: timers.append("cancelled")
+    watched = watchdog.Watchdog(TIMEOUT_S, watchdog.Watched(["rank 0"], run))
+    clock.let_pass(3)
+    assert (run.num_looks, timers) == (3, ["put off"] * 3)
+    if how == "here":
+        watched.report(ValueError())
+    if how == "elsewhere":
+        watched._roll_call.publish("failed", "rank 1: ValueError")
+    clock.let_pass(1)
+    assert (run.num_looks, timers) == (3 if how else 4, ["put off"] * 4)
+    if how == "elsewhere":
+        clock.let_pass(1000)
+    watched.close()
+    assert timers[-1] == ("put off" if how else "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "message"),
+    [
+        ("", 0, ""),
+        ("here", 0, ""),
+        (
+            "elsewhere",
+            EXIT_CODE,
+            r"rota: rank 0 waits on its device \(watch_clock.py:.+\), and was ended because another rank failed: "
+            "rank 1: ValueError",
+        ),
+    ],
+)
+def test_a_device_is_not_asked_once_a_rank_has_failed(tmp_path: Path, how: str, exit_code: int, message: str) -> None:
+    (ended,) = run_fresh(tmp_path, 1, look_until_it_is_wrong, how)
+    assert ended.exit_code == exit_code, ended
+    assert re.fullmatch(message, ended.stderr), ended
+
+
+def look_at_a_stuck_device(rank: int) -> None:
+    watchdog._LAST_RESORT_S = 1.5
+    run = OnDevice()
+    run.look = lambda: ctypes.PyDLL(None).sleep(1000)  # type: ignore[method-assign]
+    watchdog.Watchdog(0.5, watchdog.Watched(["rank 0"], run))
+    hang()
+
+
+def test_a_query_that_hangs_with_the_gil_ends_the_process(tmp_path: Path) -> None:
+    (ended,) = run_fresh(tmp_path, 1, look_at_a_stuck_device)
+    assert ended.exit_code == 1, ended
+    for text in ("Timeout (0:00:02", "in look_at_a_stuck_device", "in _look", "in hang"):
+        assert text in ended.stderr, ended

@@ -8,6 +8,7 @@ Between calls, the script may load data or evaluate by itself, so a longer limit
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import threading
@@ -20,7 +21,7 @@ from typing import Protocol, final
 
 import torch.distributed as dist
 
-from rota.core.errors import LostRankError, PipelineError, error_text
+from rota.core.errors import LostRankError, PipelineError, error_text, is_on_all_ranks
 from rota.core.plan import Plan
 from rota.core.simulation import simulate
 from rota.core.text import count_text
@@ -40,6 +41,8 @@ from rota.runtime.faults.roll_call import End, RollCall
 
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it
 _AFTER_A_FAILURE_S = 2.0  # by then, ranks that can notice by themselves that another one is gone have done so
+_LAST_RESORT_S = 30.0  # after the limit, by which time all have reported
+_LONGEST_S = 1e9  # instead of no limit
 _FIRST_ERROR_S = 0.5  # for the rank with the first error to print it before others do
 PATIENT = 10  # times the limit, while ranks load a model or write a checkpoint, each at its own pace, or work outside
 _LEAST_S, _NUM_STEPS = 60.0, 20
@@ -70,14 +73,17 @@ def limit_s(timeout_s: float | None, plan: Plan | None = None) -> float:
 class Run(Protocol):
     """What a watchdog asks a run, from a thread of its own."""
 
+    is_queued: bool
+    #: When `look` asked the device last: what it did, if it had not ended all that it was given, and how much it had
+    #: ended by itself, which is progress too.
+    on_device: Doing | None
+    num_reached: int
+
+    def look(self) -> None:
+        """Ask the device."""
+
     def last(self) -> str:
         """The last op that ended."""
-
-    def num_reached(self) -> int:
-        """What its device has ended by itself, which is progress too."""
-
-    def doing_on_device(self) -> Doing | None:
-        """What its device does, if it has not ended all that it was given."""
 
 
 @dataclass(slots=True)
@@ -110,6 +116,8 @@ class Watchdog:
         self._left = time.monotonic()  # when the last watched call ended
         self._still_s = 0.0
         self._silent = ""  # why the store is no longer asked: the process that holds it is stopped or gone
+        self._fails = False  # this rank, with an error that the script gets
+        self._is_wrong = False  # a rank has failed: the device, which may wait for it, is no longer asked
         self._ends = threading.Event()  # the process is about to be ended
         self._stop = threading.Event()
         control.report("opens")
@@ -155,6 +163,7 @@ class Watchdog:
             with suppress(RuntimeError):
                 self._roll_call.publish_end(End(words, self._watched.num_calls))
             return
+        self._fails, self._is_wrong = True, not is_on_all_ranks(error)
         words, is_lost = error_text(error), isinstance(error, LostRankError)
         control.report("lost" if is_lost else "fails", "" if is_lost else words)
         with suppress(RuntimeError):
@@ -168,6 +177,9 @@ class Watchdog:
         self._roll_call.close()
         if self in _open:
             _open.remove(self)
+        run = self._watched.run
+        if run is not None and run.is_queued and not (self._is_wrong or _open):
+            faulthandler.cancel_dump_traceback_later()
 
     @property
     def _limit_s(self) -> float:
@@ -184,7 +196,7 @@ class Watchdog:
         return "before the first op" if run is None else f"{run.last()} in step {self._watched.step}"
 
     def _on_device(self) -> Doing | None:
-        return None if self._watched.run is None else self._watched.run.doing_on_device()
+        return None if self._watched.run is None or self._fails else self._watched.run.on_device
 
     def _explain(self, error: LostRankError) -> None:
         with suppress(RuntimeError):
@@ -205,28 +217,52 @@ class Watchdog:
         before: object = None
         failed_s = 0.0
         while not self._stop.wait(interval):
+            if self._answer(self._roll_call.is_called):
+                self._end_all()
+            is_still = self._is_at_work and self._still_s and self._times == 1
+            if is_still and self._answer(lambda: self._roll_call.published("failed", "lost")):
+                failed_s, self._is_wrong = failed_s + interval, True
+            self._look()
             is_at_work = self._is_at_work
             is_idle = not any(watchdog._is_at_work for watchdog in [*_open])
-            num_reached = 0 if self._watched.run is None else self._watched.run.num_reached()
+            num_reached = 0 if self._watched.run is None else self._watched.run.num_reached
             num_ticks = sum(watchdog._count for watchdog in [*_open]) if is_idle else self._count
             state = is_at_work, num_ticks, num_reached
             if state != before or not (is_at_work or is_idle):  # another pipeline of this process is at work
                 before, self._still_s, failed_s = state, 0.0, 0.0
             else:
                 self._still_s += interval  # not by the clock: the machine may have been asleep
-            try:
-                if not self._silent and self._roll_call.is_called():
-                    self._end_all()
-                if not self._silent and is_at_work and self._still_s and self._times == 1:
-                    failed_s += interval if self._roll_call.published("failed", "lost") else 0.0
-                if is_idle and self._still_s >= self._idle_limit_s and self._is_awaited():
-                    self._end_all(self._idle_limit_s)
-            except RuntimeError as error:
-                self._silent = str(error).splitlines()[0]
+            if is_idle and self._still_s >= self._idle_limit_s and self._answer(self._is_awaited):
+                self._end_all(self._idle_limit_s)
             if failed_s >= _AFTER_A_FAILURE_S:
                 self._end_after_failure(self._status().words)
             if is_at_work and self._still_s >= self._limit_s:
                 self._end_all()
+
+    def _answer(self, ask: Callable[[], object]) -> object:
+        """What the store answers; None once it does not."""
+        if self._silent:
+            return None
+        try:
+            return ask()
+        except RuntimeError as error:
+            self._silent = str(error).splitlines()[0]
+            return None
+
+    def _look(self) -> None:
+        """Ask the device, unless a rank has failed. It may be stuck and keep the GIL: then only a timer can end this.
+
+        Each look puts it off, by the limit of the pipeline of this process that has the least.
+        """
+        run = self._watched.run
+        if run is not None and run.is_queued:
+            limits = (
+                other._limit_s if other._is_at_work or other._fails else other._idle_limit_s for other in [*_open]
+            )
+            limit_s = min(min(limits, default=math.inf) + _LAST_RESORT_S, _LONGEST_S)
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
+            if not self._is_wrong:
+                run.look()
 
     @property
     def _is_at_work(self) -> bool:
@@ -235,7 +271,7 @@ class Watchdog:
 
     def _is_awaited(self) -> bool:
         """Whether no rank has ended its pipeline; else those left may work by themselves for as long as they like."""
-        return not (self._silent or self._roll_call.end() or self._roll_call.published("failed", "lost"))
+        return not (self._roll_call.end() or self._roll_call.published("failed", "lost"))
 
     def _status(self) -> Status:
         frames = frames_of(self._thread_id)
@@ -267,10 +303,10 @@ class Watchdog:
             text, shows_it = self._roll_call.report(status, self._watched.names, limit)
         except RuntimeError as error:
             why = f"their store does not answer: {str(error).splitlines()[0]}"
-            _show(compose_alone(self.name, status, limit, why))
+            show(compose_alone(self.name, status, limit, why))
             return
         if shows_it or not control.is_connected():
-            _show(text)
+            show(text)
         if shows_it:
             control.report("hangs", reason_of(text))  # the supervisor may kill this process from now on
         with suppress(RuntimeError):
@@ -286,7 +322,7 @@ class Watchdog:
                 failure = self._roll_call.published("failed", "lost") or ""
                 self._roll_call.publish("leaves", "")  # before it ends: those that lose it ask for that
             control.report("lost")
-            _show(f"rota: {self.name} {words}, and was ended because another rank failed: {failure}")
+            show(f"rota: {self.name} {words}, and was ended because another rank failed: {failure}")
         finally:
             os._exit(EXIT_CODE)
 
@@ -300,6 +336,6 @@ def _in_a_collective(doing: str, frames: list[FrameType]) -> Doing:
     return Doing(waits, f"waits for {doing}" if waits else f"is busy while others wait for {doing}")
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
     """Write in one piece, without the lock of sys.stderr, and escaped, as part of it may come from the store."""
     os.write(2, f"{printable(text)}\n".encode())
