@@ -43,6 +43,13 @@ def test_a_node_has_one_edge_per_output() -> None:
     assert get_gradient_edge(second).output_nr == 1
 
 
+def test_many_tensors_are_copied_between_dtypes_and_zeroed_at_once() -> None:
+    targets = [torch.ones(2, dtype=torch.float64), torch.ones((), dtype=torch.float64)]
+    torch_internals.copy_each(targets, [torch.full((2,), 3.0), torch.tensor(4.0)])
+    torch_internals.zero_each(targets[1:])
+    assert [target.tolist() for target in targets] == [[3.0, 3.0], 0.0]
+
+
 class _Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

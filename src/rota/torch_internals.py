@@ -218,6 +218,18 @@ def multiply_each(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor)
         torch._foreach_mul_([*tensors], factor)
 
 
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target; few kernels for many tensors. Relies on `torch._foreach_copy_`."""
+    if targets:
+        torch._foreach_copy_([*targets], [*sources])
+
+
+def zero_each(tensors: Sequence[torch.Tensor]) -> None:
+    """Fill all tensors with zeros; few kernels for many tensors. Relies on `torch._foreach_zero_`."""
+    if tensors:
+        torch._foreach_zero_([*tensors])
+
+
 def address_of(storage: torch.UntypedStorage) -> int:
     """Identifies a storage while it is alive, also one without memory (meta). Relies on `UntypedStorage._cdata`."""
     address: int = storage._cdata

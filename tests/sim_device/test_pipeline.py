@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 import rota
 from rota import Cluster, Costs, Pipeline, place, spmd
+from rota.runtime.reducing.replicas import GradientAllReduce
 from rota.schedules import gpipe
 from runtime import (
     test_boundaries,
@@ -22,8 +27,9 @@ from runtime.reducing import test_replicas, test_shared_weights
 from support.networks import assert_as_unsplit, batch_of, chain, family_cases, loss_fn, pipeline_steps, plan_for
 from support.pool import Pool
 from support.sampling import some
+from support.sim_device import SimDevice
 from support.sim_device.pool import SimPool
-from support.sim_device.runtime_device import opened
+from support.sim_device.runtime_device import SimRuntimeDevice, opened
 
 pytestmark = pytest.mark.dist
 
@@ -80,13 +86,49 @@ def test_both_directions(sim_pool: SimPool, case: str) -> None:
     [
         test_shared_weights.test_frozen_ties_stay_without_gradients,
         test_recompute.test_split_backwards_and_some_stages,
-        test_replicas.test_odd_parameters,
         test_replicas.test_dropout_differs_between_replicas_and_is_one_on_all_parts,
     ],
     ids=lambda test: test.__name__,
 )
 def test_as_on_the_cpu(sim_pool: SimPool, test: Callable[[SimPool], None]) -> None:
     test(sim_pool)
+
+
+def test_odd_parameters_of_replicas(sim_pool: SimPool) -> None:
+    test_replicas.test_odd_parameters(sim_pool, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("user", [None, 2])
+def test_a_tie_that_is_used_by_one_rank_of_one_replica(sim_pool: SimPool, user: int | None) -> None:
+    test_replicas.test_a_tie_that_is_used_by_one_rank_of_one_replica(sim_pool, user)  # type: ignore[arg-type]
+
+
+def kernels_of_reductions(rank: int) -> list[int]:
+    """Of 3 and 300 parameters, with all gradients and with every other one, from the second reduction on."""
+    group, counts = dist.new_group(backend="sim"), []
+    with SimDevice(f"rank {rank}").checked() as hardware:
+        device = SimRuntimeDevice(torch.device("sim"))
+        for num, every in itertools.product((3, 300), (1, 2)):
+            parameters = [nn.Parameter(torch.ones(2, 3, device="sim")) for _ in range(num)]
+            reduced = GradientAllReduce(parameters, group, device, 2)
+            for step in range(2):
+                for i, parameter in enumerate(parameters):
+                    gradient = torch.full((2, 3), float(i), device="sim")
+                    parameter.grad = gradient if rank or i % every == 0 else None
+                before = hardware.num_kernels
+                device.wait(stream := device.stream("replicas"), device.record(hardware.default))
+                device.wait(hardware.default, reduced.start(stream))
+                reduced.finish()
+                counts += [hardware.num_kernels - before] * step
+            means = [i / (1 + (i % every > 0)) for i in range(num)]
+            assert [parameter.grad.mean().item() for parameter in parameters if parameter.grad is not None] == means
+    return counts
+
+
+def test_a_reduction_is_a_few_kernels_whatever_the_number_of_parameters(pool: Pool) -> None:
+    for of_three, with_absent, of_many, of_many_with_absent in pool.run(2, kernels_of_reductions):
+        assert of_three == of_many == 4  # copied in, added up, divided, copied back
+        assert with_absent == of_many_with_absent < 10
 
 
 @pytest.mark.parametrize(("pp", "dp"), [(2, 2), (3, 1)])

@@ -49,20 +49,22 @@ from rota.runtime.updates import NUM_FLAGS as NUM_UPDATE_FLAGS, Report, refuse_d
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def refuse_differences(plan: Plan, stages: Stages, shared: list[SharedWeight], mesh: DeviceMesh | None) -> torch.device:
+def refuse_differences(
+    plan: Plan, stages: Stages, shared: list[SharedWeight], mesh: DeviceMesh | None, reduce_dtype: torch.dtype | None
+) -> torch.device:
     """Compare what all ranks made their pipelines from, and their number with the plan's. Collective.
 
     With a mesh, the plan's ranks are those along "pp". Returns this process's device, if its stages have no tensors
     that show it: one like the others'. Raises PipelineError, on all ranks, if their plans, edges between stages, shared
-    weights, meshes or types of devices differ, or if two processes share an accelerator.
+    weights, meshes, `reduce_dtype` or types of devices differ, or if two processes share an accelerator.
     """
     layout = None if mesh is None else (mesh.mesh.tolist(), mesh.mesh_dim_names)
     joined = [[*edge] for edge in stages.edges], stages.inputs
     with collective("comparing plans"):  # before anything that could fail on one rank only
-        texts = map(repr, (joined, shared, layout))  # of numbers, texts, and tuples and lists of them
+        texts = map(repr, (joined, shared, layout, reduce_dtype))  # of numbers, texts, and tuples and lists of them
         digests = [digest(plan), *(hashlib.sha256(text.encode()).hexdigest() for text in texts)]
         of_ranks = all_gather_json([digests, describe_placed(stages, lambda: planned_stages(plan, mesh))])
-    for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh")):
+    for i, what in enumerate(("plan", "graph of stages", "set of tied and replicated weights", "mesh", "reduce_dtype")):
         for rank, (other, _) in enumerate(of_ranks):
             if other[i] != of_ranks[0][0][i]:
                 raise PipelineError(f"rank {rank} has a different {what} from rank 0; give all ranks the same {what}")

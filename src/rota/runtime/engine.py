@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypedDict, final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -58,6 +59,7 @@ class Options(TypedDict, total=False):
     recompute: str | Iterable[int]
     allow_nonfinite_loss: bool
     check_data: Literal["first", "always", "never"]
+    reduce_dtype: torch.dtype | None
 
 
 @final
@@ -264,7 +266,8 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
         life.before_end(watchdog.report)
         life.at_end(partial(_end_dependents, life, watchdog))
         with watchdog.watching("the other ranks to make their pipelines", PATIENT):
-            otherwise = refuse_differences(plan, stages, shared, mesh)
+            reduce_dtype = options.get("reduce_dtype")
+            otherwise = refuse_differences(plan, stages, shared, mesh, reduce_dtype)
             processes = Processes(mesh, limit)
             # The last references: this closes the connections, so that the peers notice.
             life.at_end(lambda: leave(processes.close()))
@@ -273,7 +276,7 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
             local = plan.placement.stages_on(processes.rank)
             device = device_at(placed_on(stages, local) or otherwise)
             processes.open_on_device(device.backend, device.torch_device)
-            gradients = GradientSync(stages, plan, shared, processes, device)
+            gradients = GradientSync(stages, plan, shared, processes, device, reduce_dtype)
             life.at_end(gradients.close)
             transport = Transport(processes.pipeline, processes.everyone)
             life.at_end(transport.close)

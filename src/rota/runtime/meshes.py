@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
@@ -177,13 +177,21 @@ class Processes:
         group: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
         return group
 
-    def of_ranks(self, ranks: Iterable[int], backend: str = _HOSTS, device: torch.device | None = None) -> Any:
+    def of_ranks(
+        self,
+        ranks: Sequence[int],
+        backend: str = _HOSTS,
+        device: torch.device | None = None,
+        *,
+        replicas: bool = False,
+    ) -> Any:
         """The group of some of the plan's ranks, of this process's pipeline. Every process must call it.
 
-        `device`: for collectives of tensors there; None if the caller opens it.
+        `device`: for collectives of tensors there; None if the caller opens it. `replicas`: those of all replicas.
         """
-        ranks = [*ranks]
-        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines], backend, device)
+        n = self.num_tp_shards
+        together = [self.pipelines[i::n] for i in range(n)] if replicas else [[pipeline] for pipeline in self.pipelines]
+        return self._made([[p[rank] for p in pipelines for rank in ranks] for pipelines in together], backend, device)
 
     def _made(self, enumeration: list[list[int]], backend: str = _HOSTS, device: torch.device | None = None) -> Any:
         """Make this process's group of these, None if it is in none. All make their groups in the same order."""

@@ -67,6 +67,8 @@ class Pipeline:
               PipelineError.
             - `check_data`: when ranks compare what they were given: "first" (in the first step, evaluation and
               forward), "always" or "never". Ranks of one replica must have the same batch, replicas different ones.
+            - `reduce_dtype`: gradients of lower precision are added up over replicas and tied weights in this dtype,
+              such as torch.float32; by default each in its own.
 
     Raises:
         PlanError: `check` refuses the plan.

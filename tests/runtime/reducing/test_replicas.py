@@ -83,6 +83,49 @@ def test_gradients_of_tied_weights_changed_within_a_round_are_refused(pool: Pool
     assert "a tied weight of shape [6, 6] was changed between two steps, the first one with sync=False" in told[0]
 
 
+class Sometimes(nn.Module):
+    """A layer whose second weight is used if `use` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.extra = nn.Linear(6, 6).double(), nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.use = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * self.extra if self.use else y
+
+
+def sometimes() -> Stages:
+    torch.manual_seed(0)
+    stages = [Sometimes(), Sometimes()]
+    stages[1].extra = stages[0].extra
+    return Stages(stages)
+
+
+def tie_used_by(process: int, user: int | None) -> Tensor | None:
+    mesh, stages = rota.mesh(pp=2, dp=2), sometimes()
+    with Pipeline(stages, plan_for(2), loss_fn, mesh=mesh) as pipeline:
+        for stage in stages.modules:
+            stage.use = process == user
+        pipeline.step(*part_of(batch_of(8), pipeline))
+    (stage,) = pipeline.local_stages.values()
+    return stage.extra.grad
+
+
+@pytest.mark.parametrize("user", [None, 1, 2])
+def test_a_tie_that_is_used_by_one_rank_of_one_replica(pool: Pool, user: int | None) -> None:
+    stages = sometimes()
+    for replica, (x, target) in enumerate(zip(*(t.chunk(2) for t in batch_of(8)), strict=True)):
+        for rank, stage in enumerate(stages.modules):
+            stage.use = replica * 2 + rank == user
+        (loss_fn(stages.run(x), target) / 2).backward()
+    expected = stages[0].extra.grad
+    assert (expected is None) == (user is None)
+    for gradient in pool.run(4, tie_used_by, user):
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
+
+
 class Odd(nn.Module):
     """Parameters of several dtypes, one that no replica uses, one that only some do, one that is frozen; buffers."""
 
@@ -104,7 +147,7 @@ class Odd(nn.Module):
         return y * self.sometimes if self.use else y
 
 
-def odd_parameters(rank: int) -> tuple[dict[str, Any], list[Any]]:
+def odd_parameters(rank: int, reduce_dtype: torch.dtype | None) -> tuple[dict[str, Any], list[Any]]:
     """Replicas begin with values of their own; the first's count. Only the last one uses one of its weights."""
     torch.manual_seed(rank)
     stage = Odd()
@@ -112,13 +155,14 @@ def odd_parameters(rank: int) -> tuple[dict[str, Any], list[Any]]:
     stage.mask ^= bool(rank)
     mesh = rota.mesh(pp=1, dp=3)
     plan = plan_for(1, "gpipe", 2)
-    with Pipeline(Stages([stage]), plan, loss_fn, mesh=mesh) as pipeline:
+    with Pipeline(Stages([stage]), plan, loss_fn, mesh=mesh, reduce_dtype=reduce_dtype) as pipeline:
         pipeline.step(*part_of(batch_of(6), pipeline))
     return {name: p.grad for name, p in stage.named_parameters()}, [*stage.state_dict().values()]
 
 
-def test_odd_parameters(pool: Pool) -> None:
-    by_process = pool.run(3, odd_parameters)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_odd_parameters(pool: Pool, reduce_dtype: torch.dtype | None) -> None:
+    by_process = pool.run(3, odd_parameters, reduce_dtype)
     torch.manual_seed(0)
     stage = Odd()
     for replica, (x, target) in enumerate(zip(*(t.chunk(3) for t in batch_of(6)), strict=True)):
@@ -131,6 +175,54 @@ def test_odd_parameters(pool: Pool) -> None:
             if p.grad is not None:
                 tolerance = 1e-10 if p.dtype in (torch.float64, torch.complex128) else 0.02
                 torch.testing.assert_close(gradients[name], p.grad, rtol=tolerance, atol=tolerance)
+
+
+class Scaled(nn.Module):
+    """One weight, whose gradient is the sum of the inputs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+#: Of each replica: in their own precision a sum around the ring loses what is small, or overflows.
+GRADIENTS = {torch.bfloat16: [1.0, 2.0**-10, -1.0, 2.0**-10], torch.float16: [60_000.0, 60_000.0, 0.0, 0.0]}
+
+
+def added_up(rank: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> float:
+    mesh, stages = rota.mesh(pp=1, dp=4), Stages([Scaled(dtype)])
+    inputs = torch.tensor([[GRADIENTS[dtype][rank]]], dtype=dtype)
+    how: Any = {"mesh": mesh, "check_data": "never", "reduce_dtype": reduce_dtype}
+    with Pipeline(stages, plan_for(1, "gpipe", 1), lambda y, _: y.sum(), **how) as pipeline:
+        pipeline.step(inputs, inputs)
+        gradient = next(pipeline.parameters()).grad
+    assert gradient is not None
+    assert gradient.dtype == dtype
+    return gradient.item()
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS)
+def test_gradients_of_low_precision_can_be_added_up_in_float32(pool: Pool, dtype: torch.dtype) -> None:
+    mean = (torch.tensor(GRADIENTS[dtype]).sum() / 4).to(dtype).item()
+    assert pool.run(4, added_up, dtype, torch.float32) == [mean] * 4
+    assert mean not in pool.run(4, added_up, dtype, None)
+
+
+def other_dtypes(rank: int) -> list[str]:
+    stages, plan, mesh = chain(1), plan_for(1, "gpipe", 1), rota.mesh(pp=1, dp=2)
+    return [
+        refusal(Pipeline, stages, plan, loss_fn, mesh=mesh, reduce_dtype=reduce_dtype)
+        for reduce_dtype in (torch.float32 if rank else None, torch.int32)
+    ]
+
+
+def test_dtypes_of_sums_that_differ_or_are_not_of_floats_are_refused(pool: Pool) -> None:
+    for told in pool.run(2, other_dtypes):
+        assert "rank 1 has a different reduce_dtype from rank 0" in told[0]
+        assert "reduce_dtype is torch.int32; give a dtype of floats" in told[1]
 
 
 def dropout_losses(rank: int, dp: int, tp: int) -> tuple[list[float], float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -15,12 +14,11 @@ from rota.core.plan import Plan
 from rota.core.programs.actions import last_gradients
 from rota.core.tasks import Kind
 from rota.models import Stages
-from rota.runtime.device.protocol import Device, Mark, Number, is_queued
+from rota.runtime.device.protocol import Device, Mark, Number
 from rota.runtime.execution import Execution, Hooks
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing import norms
 from rota.runtime.reducing.replicas import (
-    AbsentGradients,
     GradientAllReduce,
     make_equal,
     parameters_by_stage,
@@ -43,15 +41,23 @@ class Reductions(NamedTuple):
 
 @final
 class GradientSync:
-    """Reduces one rank's gradients. Collective."""
+    """Reduces one rank's gradients, in `sum_dtype` where theirs is lower. Collective. Raises PipelineError."""
 
     def __init__(
-        self, stages: Stages, plan: Plan, shared: list[SharedWeight], processes: Processes, device: Device
+        self,
+        stages: Stages,
+        plan: Plan,
+        shared: list[SharedWeight],
+        processes: Processes,
+        device: Device,
+        sum_dtype: torch.dtype | None,
     ) -> None:
+        if sum_dtype is not None and not (isinstance(sum_dtype, torch.dtype) and sum_dtype.is_floating_point):
+            raise PipelineError(f"reduce_dtype is {sum_dtype!r}; give a dtype of floats, such as torch.float32")
         self._processes, self._device = processes, device
         local = plan.placement.stages_on(processes.rank)
         self._sharded = Sharded(stages, plan.placement, local, processes.replica_processes)
-        self._shared = SharedWeights(stages, plan.placement, shared, processes, device)
+        self._shared = SharedWeights(stages, plan.placement, shared, processes, device, sum_dtype)
         modules = nn.ModuleList(stages[stage] for stage in local)
         self._parameters = [*modules.parameters()]
         self._whole = [p for p in self._parameters if not is_sharded(p)]
@@ -68,8 +74,10 @@ class GradientSync:
         self._counted = [p for p in self._parameters if p not in elsewhere]
         last = last_gradients(plan, processes.rank)
         self._all_reduces = {
-            stage: GradientAllReduce(parameters, processes.replicas_on_device)
-            for stage, parameters in parameters_by_stage(stages, last).items()
+            stage: GradientAllReduce(
+                parameters, processes.replicas_on_device, device, processes.num_replicas, sum_dtype
+            )
+            for stage, parameters in parameters_by_stage(stages, last, self._shared.tied).items()
             if processes.replicas_on_device is not None and parameters
         }
         reduced = {*self._all_reduces, *self._sharded}
@@ -80,11 +88,8 @@ class GradientSync:
         self._last_tied: int | None = None
         self._syncs = True  # in this step
         #: The ranks of each group of tied weights of this rank, in the order of their sums.
-        self.tied_ranks = self._shared.tied_ranks
-        self._sums = {ranks: partial(self._sum_tied, ranks) for ranks in self.tied_ranks}
-        self._absent = AbsentGradients(device) if is_queued(device) else None
-        #: When each stage's reduction began and ended in the last step.
-        self._reductions: dict[int, tuple[Mark, Mark]] = {}
+        self.tied_ranks = [*self._shared.sums]
+        self._sums = {ranks: partial(self._start, tied_sum) for ranks, tied_sum in self._shared.sums.items()}
 
     def reductions(self, plan: Plan) -> Reductions:
         """What is reduced in a step of `plan`, and when.
@@ -109,27 +114,12 @@ class GradientSync:
 
     def _reduce(self, stage: int, stream: Any) -> Mark:
         """Start the stage's reduction, after its last gradient; on a queued device, all of it is put on `stream`."""
-        if not self._syncs:
-            return None
-        if stage in self._sharded:
+        if stage in self._sharded and self._syncs:
             self._sharded.reduce(stage, self._device)
-        if stage not in self._all_reduces:
-            return None
-        if self._absent is None:
-            return self._all_reduces[stage].start()
-        self._reductions[stage] = begun_and_done = self._all_reduces[stage].enqueue(stream, self._absent)
-        return begun_and_done[1]
+        return self._start(self._all_reduces[stage], stream) if stage in self._all_reduces else None
 
-    def _sum_tied(self, ranks: tuple[int, ...], stream: Any) -> Mark:
-        """On a queued device."""
-        if not self._syncs:
-            return None
-        assert self._absent is not None
-        begun, done = self._shared.enqueue_sum(ranks, stream, self._absent)
-        if self._last_tied is not None:
-            begun, _ = self._reductions.get(self._last_tied, (begun, done))
-            self._reductions[self._last_tied] = begun, done
-        return done
+    def _start(self, all_reduce: GradientAllReduce, stream: Any) -> Mark:
+        return all_reduce.start(stream) if self._syncs else None
 
     def begin(self, reductions: Reductions, sync: bool, may_differ: bool) -> None:
         """Prepare a step that trains. `may_differ`: it may train other parameters than the last step."""
@@ -138,31 +128,21 @@ class GradientSync:
             refuse_other_tensors(self._whole, self._processes.replicas)
         self._shared.begin()
         self._sharded.begin()
-        self._reductions, self._last_tied = {}, reductions.last_tied
+        self._last_tied = reductions.last_tied
 
     def finish(self, execution: Execution, sync: bool) -> None:
         """Complete the gradients after a step, unless a later step with `sync` reduces them."""
         if execution.trains:
-            if self._absent is None:
-                self._finish_here(execution, sync)
-            else:
-                self._absent.finish()
-                self._shared.finish(sync, is_summed=True)
-            execution.marks.reductions.update(self._reductions | self._sharded.reductions)
+            execution.awaits("the other replicas' gradients")
+            all_reduces = self._all_reduces if sync else {}
+            reductions = self._sharded.reductions | {stage: total.finish() for stage, total in all_reduces.items()}
+            execution.awaits("the other ranks' gradients of tied weights")
+            sums = self._shared.finish(sync)
+            if sums and self._last_tied is not None:
+                begun, _ = reductions.get(self._last_tied, sums[0])
+                reductions[self._last_tied] = begun, sums[-1][1]
+            execution.marks.reductions.update(reductions)
         self._sharded.finish()
-
-    def _finish_here(self, execution: Execution, sync: bool) -> None:
-        """On the CPU."""
-        execution.awaits("the other replicas' gradients")
-        all_reduces = self._all_reduces if sync else {}
-        self._reductions = {stage: all_reduce.finish() for stage, all_reduce in all_reduces.items()}
-        execution.awaits("the other ranks' gradients of tied weights")
-        started_ns = time.monotonic_ns()
-        self._shared.finish(sync)
-        if sync and self._last_tied is not None:
-            reductions = self._sharded.reductions | self._reductions
-            started_ns, _ = reductions.get(self._last_tied, (started_ns, 0))
-            self._reductions[self._last_tied] = started_ns, time.monotonic_ns()
 
     def clip(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, share: Callable[[Number], torch.Tensor]
@@ -172,6 +152,6 @@ class GradientSync:
 
     def close(self) -> None:
         """Release the process groups."""
-        self._shared.close()
+        self._shared.sums.clear()
         self._all_reduces.clear()
         self._sums.clear()

@@ -7,7 +7,7 @@ rank 3   stage 3  head.weight      ─┴─ one all-reduce per step ┴─▶ o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from rota.core.errors import PipelineError
 from rota.core.placement import Placement
 from rota.models import Stages
 from rota.models.aliases import refuse_aliases
-from rota.runtime.device.protocol import Device, Mark
+from rota.runtime.device.protocol import Device, Mark, is_queued
 from rota.runtime.meshes import Processes
-from rota.runtime.reducing.replicas import AbsentGradients, by_dtype, packed, unpack
+from rota.runtime.reducing.replicas import GradientAllReduce
 from rota.runtime.spmd import replicated_names
 from rota.runtime.transport import collective
 from rota.torch_internals import version_of
@@ -75,34 +75,42 @@ class SharedWeights:
     """This rank's shared weights. Making it and `finish` are collective."""
 
     def __init__(
-        self, stages: Stages, placement: Placement, shared: list[SharedWeight], processes: Processes, device: Device
+        self,
+        stages: Stages,
+        placement: Placement,
+        shared: list[SharedWeight],
+        processes: Processes,
+        device: Device,
+        sum_dtype: torch.dtype | None,
     ) -> None:
         rank = processes.rank
-        together_on = dict.fromkeys(weight.ranks for weight in shared)
-        self._groups = {ranks: processes.of_ranks(ranks) for ranks in together_on}
-        #: All ranks' groups for tensors of the device, in one order.
-        self._groups_on_device = self._groups
+        together_on = dict.fromkeys(tuple(sorted(weight.ranks)) for weight in shared)
+        groups = {ranks: processes.of_ranks(ranks, replicas=True) for ranks in together_on}
+        on_device = groups  # all ranks' groups for tensors of the device, in one order
         if device.backend != "gloo":
-            on = device.torch_device
-            self._groups_on_device = {ranks: processes.of_ranks(ranks, device.backend, on) for ranks in together_on}
-        self._tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
+            at = device.torch_device
+            on_device = {ranks: processes.of_ranks(ranks, device.backend, at, replicas=True) for ranks in together_on}
+        tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
         #: Parameters that are counted on another rank.
         self.counted_elsewhere: set[nn.Parameter] = set()
         for weight in (weight for weight in shared if rank in weight.ranks):
-            parameter = stages[weight.stage].get_parameter(weight.name)
+            parameter, ranks = stages[weight.stage].get_parameter(weight.name), tuple(sorted(weight.ranks))
             with collective("making shared weights equal"), torch.no_grad():
                 value = parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-                source = sorted(weight.ranks).index(weight.ranks[0])
-                dist.broadcast(value, group_src=source, group=self._groups[weight.ranks])
+                dist.broadcast(value, processes.pipelines[processes.tp_shard][weight.ranks[0]], groups[ranks])
                 parameter.copy_(value)
             if weight.summed:
-                self._tied.setdefault(weight.ranks, []).append(parameter)
+                tied.setdefault(ranks, []).append(parameter)
             if weight.ranks[0] != rank:
                 self.counted_elsewhere.add(parameter)
-        #: This rank's parameters whose gradients are summed over ranks.
-        self.tied = [parameter for parameters in self._tied.values() for parameter in parameters]
-        #: The ranks of its ties, each once, in the order of their sums, which is the same on all ranks.
-        self.tied_ranks = [*dict.fromkeys(tuple(sorted(ranks)) for ranks in self._tied)]
+        #: This rank's parameters whose gradients are summed over ranks, and averaged over replicas at once.
+        self.tied = [parameter for parameters in tied.values() for parameter in parameters]
+        #: The sum of the ties of each group of ranks, in an order that is the same on all ranks.
+        self.sums = {
+            ranks: GradientAllReduce(parameters, on_device[ranks], device, processes.num_replicas, sum_dtype)
+            for ranks, parameters in tied.items()
+        }
+        self._starts_at_end = not is_queued(device)
         #: During a step: the part of each `.grad` that was summed before.
         self._held_back: dict[nn.Parameter, torch.Tensor | None] = {}
         self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
@@ -132,22 +140,10 @@ class SharedWeights:
             )
         return None
 
-    def enqueue_sum(self, ranks: tuple[int, ...], stream: Any, absent: AbsentGradients) -> tuple[Mark, Mark]:
-        """Sum this step's gradients of the ties of `ranks` on `stream`; returns the marks around it. Collective."""
-        with absent.device.use(stream):
-            begun = absent.device.mark()
-            for tie in (tie for tie in self._tied if tuple(sorted(tie)) == ranks):
-                for same in by_dtype(self._tied[tie]).values():
-                    flat = packed(same)
-                    with collective("summing the gradients of tied weights"):
-                        dist.all_reduce(flat, group=self._groups_on_device[tie])
-                    absent.unpack(flat, same)
-            return begun, absent.device.mark()
-
-    def finish(self, sync: bool = True, *, is_summed: bool = False) -> None:
+    def finish(self, sync: bool = True) -> list[tuple[Mark, Mark]]:
         """Sum this step's gradients over the ranks of each tie, and add the earlier sum; without `sync`, sum later.
 
-        `is_summed`: `enqueue_sum` has been called.
+        Returns the marks around each sum. On a queued device the sums have been started.
         """
         for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
             if version_of(buffer) != version:
@@ -155,10 +151,11 @@ class SharedWeights:
                     f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, so their "
                     f"values would differ: use a layer without running statistics, or put it in eval()"
                 )
-        if sync and not is_summed:
-            with collective("summing the gradients of tied weights"):
-                for ranks, parameters in self._tied.items():
-                    _sum(parameters, self._groups[ranks])
+        sums = [*self.sums.values()] if sync else []
+        if self._starts_at_end:
+            for tied_sum in sums:
+                tied_sum.start()
+        marks = [tied_sum.finish() for tied_sum in sums]
         self._open = None if sync else {}
         for parameter, summed in self._held_back.items():
             if summed is None:
@@ -170,22 +167,7 @@ class SharedWeights:
                 parameter.grad = whole = summed.clone() if rest is None else summed + rest
                 self._open[parameter] = _Open(summed, rest, whole, version_of(whole))
         self._held_back = {}
-
-    def close(self) -> None:
-        """Release the process groups."""
-        self._groups.clear()
-        self._groups_on_device.clear()
-
-
-def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum all gradients of a dtype at once, as each collective costs time; a gradient that no rank has stays None."""
-    under_way = []
-    for same in by_dtype(parameters).values():
-        flat = packed(same)
-        under_way.append((dist.all_reduce(flat, group=group, async_op=True), flat, same))
-    for work, flat, same in under_way:
-        work.wait()
-        unpack(flat, same)
+        return marks
 
 
 def _copied_buffers(stages: Stages, placement: Placement, rank: int) -> Iterator[tuple[int, str, torch.Tensor]]:

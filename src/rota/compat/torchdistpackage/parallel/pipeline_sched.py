@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ from rota.core.errors import PipelineError
 from rota.core.placing import place
 from rota.models import Stages
 from rota.runtime import Pipeline
+from rota.runtime.device.protocol import HostDevice
 from rota.runtime.reducing.replicas import GradientAllReduce
 from rota.schedules import forward_only as forwards_alone, one_f_one_b
 
@@ -141,6 +143,7 @@ def _reduced_once(active: bool) -> Iterator[None]:
         if hook is not None:
             hook.remove()
     for module in held_back:
-        average = GradientAllReduce([*module.parameters()], module.process_group)
+        group: dist.ProcessGroup = module.process_group
+        average = GradientAllReduce([*module.parameters()], group, HostDevice(), group.size())
         average.start()
         average.finish()
