@@ -23,7 +23,7 @@ from rota.planning import Choices, Machine, Progress, autoplan, sweep
 from rota.planning.choosing import Contender
 from rota.planning.evaluation import Misfit, evaluate
 from rota.planning.layout_bounds import layout_bound_us, least_bytes, placement_bound_us
-from rota.planning.layouts import Candidate, Layout, layouts
+from rota.planning.layouts import Candidate, Layout, cuts, layouts
 from rota.planning.plan_text import parts_of, why_slower
 from rota.planning.request import Request
 from rota.schedules import FAMILIES, NAMED
@@ -289,6 +289,17 @@ def test_replicas_are_offered_only_where_their_all_reduces_have_a_price() -> Non
     assert measured.reduce_us(4, [0, 1, 2]) == 20  # as of 4
     nothing_to_sum = autoplan({1: layer_costs(1)}, Machine(4), 8, time_limit_s=LONG_S)
     assert "Replicas are not considered" not in nothing_to_sum.to_text()
+
+
+def test_replicas_hold_their_gradients_and_the_sums_of_these() -> None:
+    layers = replace(layer_costs(1, (10,) * 4, kept=0), parameter_bytes=(1,) * 4, gradient_bytes=(30, 10, 10, 10))
+    request = Request({1: layers}, Machine(4, 75, Link(0, 10)), 4)
+    shares = {layout.division: layout for layout in layouts(request, 1) if layout.shape == "chain"}
+    for division, buffers in (((2, 1), 0), ((2, 2), 1)):
+        candidate = Candidate(request, shares[division], (0, 1, 4))
+        assert candidate.placement.static_bytes == (1 + 30 * (1 + buffers), 3 + 30 * (1 + buffers))
+        # Equal stages fit only where nothing is summed: layers 0 and 1 have 40 bytes of gradients.
+        assert ((0, 1, 4) in cuts(layers, shares[division], request.machine)) == bool(buffers)
 
 
 @pytest.mark.usefixtures("named")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from operator import add
 from typing import Any, Literal, NamedTuple
 
 from rota import cutting
@@ -55,6 +56,11 @@ class Layout:
     def has_copies(self) -> bool:
         """Whether every stage is on two ranks, so that all weights are held twice."""
         return self.shape == "bidirectional"
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether several processes add up the gradients of a stage, in a buffer of the same size that each holds."""
+        return self.num_replicas > 1 or self.has_copies
 
     @property
     def ranks(self) -> list[int]:
@@ -128,6 +134,9 @@ def cuts(layers: LayerCosts, layout: Layout, machine: Machine) -> list[tuple[int
     boundaries = [tuple(cutting.uniform(layers.num_layers, num_stages)), _cut(balanced)]
     if any(limit is not None for limit in limits):
         in_flight = tuple(min(num_stages - stage, layout.num_microbatches) for stage in range(num_stages))  # 1F1B's
+        if layout.sums_gradients:  # into buffers, which are always held, as parameters are
+            held = tuple(map(add, layers.parameter_bytes, layers.gradient_bytes))
+            balanced = balanced._replace(layers=replace(layers, parameter_bytes=held))
         boundaries.append(_cut(balanced._replace(limit_bytes=limits, in_flight=in_flight)))
     return [*dict.fromkeys(filter(None, boundaries))]
 
@@ -190,17 +199,20 @@ class Candidate:
         columns: dict[str, Any] = {
             name: _slowed(us, factors) for name in _TIMES if (us := getattr(costs, name)) is not None
         }
-        return replace(costs, **columns, reduce_us=self._reduce_us())
+        gradients = [sum(self.layers.gradient_bytes[a:b]) for a, b in pairwise(self.boundaries)]
+        if self.layout.sums_gradients:
+            columns["static_bytes"] = tuple(map(add, costs.static_bytes, gradients))
+        return replace(costs, **columns, reduce_us=self._reduce_us(gradients))
 
-    def _reduce_us(self) -> tuple[int, ...]:
+    def _reduce_us(self, gradients: Sequence[int]) -> tuple[int, ...]:
         """For each stage: replicas sum their gradients, and so do the two copies of a stage in a bidirectional plan."""
         machine, division = self.request.machine, self.layout.division
         times = []
-        for stage, (a, b) in enumerate(pairwise(self.boundaries)):
+        for stage, num_bytes in enumerate(gradients):
             holders = [*machine.holders(*division, self.layout.ranks[stage])]
             if self.layout.has_copies:
                 holders += machine.holders(*division, self.layout.num_ranks - 1 - stage)
-            times.append(machine.reduce_us(sum(self.layers.gradient_bytes[a:b]), sorted(holders)))
+            times.append(machine.reduce_us(num_bytes, sorted(holders)))
         return tuple(times)
 
     @cached_property

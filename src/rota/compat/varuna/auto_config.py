@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import add
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -95,7 +96,10 @@ class AutoConfig:
         """Time of a step in µs; None if a rank's memory is too small."""
         replicas = self.num_replicas(num_stages)
         reduce_us = tuple(self._reduce_us(num_bytes, replicas) for num_bytes in self._profile.reduced_bytes)
-        costs = stage_costs(replace(costs, reduce_us=reduce_us), num_stages)
+        static_bytes = costs.static_bytes
+        if replicas > 1:  # gradients are added up in buffers
+            static_bytes = tuple(map(add, static_bytes, self._profile.reduced_bytes))
+        costs = stage_costs(replace(costs, reduce_us=reduce_us, static_bytes=static_bytes), num_stages)
         num_microbatches = math.ceil(self._batch_size / replicas / chunk_size)
         plan = plan_of(num_stages, num_microbatches, costs, self._cluster(num_stages))
         try:
