@@ -86,16 +86,13 @@ def test_both_directions(sim_pool: SimPool, case: str) -> None:
     [
         test_shared_weights.test_frozen_ties_stay_without_gradients,
         test_recompute.test_split_backwards_and_some_stages,
+        test_replicas.test_odd_parameters,
         test_replicas.test_dropout_differs_between_replicas_and_is_one_on_all_parts,
     ],
     ids=lambda test: test.__name__,
 )
 def test_as_on_the_cpu(sim_pool: SimPool, test: Callable[[SimPool], None]) -> None:
     test(sim_pool)
-
-
-def test_odd_parameters_of_replicas(sim_pool: SimPool) -> None:
-    test_replicas.test_odd_parameters(sim_pool, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("user", [None, 2])

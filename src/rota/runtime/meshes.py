@@ -177,21 +177,18 @@ class Processes:
         group: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
         return group
 
-    def of_ranks(
-        self,
-        ranks: Sequence[int],
-        backend: str = _HOSTS,
-        device: torch.device | None = None,
-        *,
-        replicas: bool = False,
-    ) -> Any:
-        """The group of some of the plan's ranks, of this process's pipeline. Every process must call it.
+    def of_ranks(self, ranks: Sequence[int], backend: str) -> Any:
+        """The group of some of the plan's ranks, of this process's pipeline, which the caller opens.
 
-        `device`: for collectives of tensors there; None if the caller opens it. `replicas`: those of all replicas.
+        Every process must call it.
         """
+        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines], backend)
+
+    def of_all_replicas(self, ranks: Sequence[int], backend: str, device: torch.device) -> Any:
+        """The group of these ranks of all replicas, for collectives on `device`. Every process must call it."""
         n = self.num_tp_shards
-        together = [self.pipelines[i::n] for i in range(n)] if replicas else [[pipeline] for pipeline in self.pipelines]
-        return self._made([[p[rank] for p in pipelines for rank in ranks] for pipelines in together], backend, device)
+        together = [[pipeline[rank] for pipeline in self.pipelines[i::n] for rank in ranks] for i in range(n)]
+        return self._made(together, backend, device)
 
     def _made(self, enumeration: list[list[int]], backend: str = _HOSTS, device: torch.device | None = None) -> Any:
         """Make this process's group of these, None if it is in none. All make their groups in the same order."""

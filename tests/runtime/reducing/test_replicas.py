@@ -13,6 +13,7 @@ from rota import Cluster, Costs, Pipeline, Stages, Timeline, compare, place, sim
 from rota.schedules import NAMED
 from support.meshed import NUM_MICROBATCHES, Case, part_of, plan_of
 from support.networks import batch_of, chain, gradients_of, loss_fn, plan_for, refusal
+from support.odd_stages import Calls
 from support.pool import Pool
 
 
@@ -83,47 +84,36 @@ def test_gradients_of_tied_weights_changed_within_a_round_are_refused(pool: Pool
     assert "a tied weight of shape [6, 6] was changed between two steps, the first one with sync=False" in told[0]
 
 
-class Sometimes(nn.Module):
-    """A layer whose second weight is used if `use` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.extra = nn.Linear(6, 6).double(), nn.Parameter(torch.ones(6, dtype=torch.float64))
-        self.use = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y * self.extra if self.use else y
-
-
-def sometimes() -> Stages:
+def tied_and_used_by(ranks: tuple[int, ...]) -> Stages:
     torch.manual_seed(0)
-    stages = [Sometimes(), Sometimes()]
-    stages[1].extra = stages[0].extra
+    tie = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def run(module: Any, x: Tensor) -> Tensor:
+        return module.linear(x) * (module.tie if module.uses else 1)
+
+    stages = [Calls(run, linear=nn.Linear(6, 6).double(), tie=tie) for _ in range(2)]
+    for rank, stage in enumerate(stages):
+        stage.uses = rank in ranks
     return Stages(stages)
 
 
-def tie_used_by(process: int, user: int | None) -> Tensor | None:
-    mesh, stages = rota.mesh(pp=2, dp=2), sometimes()
+def gradient_of_tie(process: int, user: int | None) -> Tensor | None:
+    mesh, stages = rota.mesh(pp=2, dp=2), tied_and_used_by((process % 2,) if process == user else ())
     with Pipeline(stages, plan_for(2), loss_fn, mesh=mesh) as pipeline:
-        for stage in stages.modules:
-            stage.use = process == user
         pipeline.step(*part_of(batch_of(8), pipeline))
-    (stage,) = pipeline.local_stages.values()
-    return stage.extra.grad
+    gradient: Tensor | None = stages[0].tie.grad
+    return gradient
 
 
 @pytest.mark.parametrize("user", [None, 1, 2])
 def test_a_tie_that_is_used_by_one_rank_of_one_replica(pool: Pool, user: int | None) -> None:
-    stages = sometimes()
-    for replica, (x, target) in enumerate(zip(*(t.chunk(2) for t in batch_of(8)), strict=True)):
-        for rank, stage in enumerate(stages.modules):
-            stage.use = replica * 2 + rank == user
-        (loss_fn(stages.run(x), target) / 2).backward()
-    expected = stages[0].extra.grad
-    assert (expected is None) == (user is None)
-    for gradient in pool.run(4, tie_used_by, user):
-        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
+    gradients = pool.run(4, gradient_of_tie, user)
+    if user is None:
+        assert gradients == [None] * 4
+        return
+    stages, (x, target) = tied_and_used_by((user % 2,)), (part.chunk(2)[user // 2] for part in batch_of(8))
+    (loss_fn(stages.run(x), target) / 2).backward()
+    torch.testing.assert_close(gradients, [stages[0].tie.grad] * 4, rtol=1e-10, atol=1e-10)
 
 
 class Odd(nn.Module):
@@ -160,9 +150,8 @@ def odd_parameters(rank: int, reduce_dtype: torch.dtype | None) -> tuple[dict[st
     return {name: p.grad for name, p in stage.named_parameters()}, [*stage.state_dict().values()]
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_odd_parameters(pool: Pool, reduce_dtype: torch.dtype | None) -> None:
-    by_process = pool.run(3, odd_parameters, reduce_dtype)
+def test_odd_parameters(pool: Pool) -> None:
+    by_process = pool.run(3, odd_parameters, None) + pool.run(3, odd_parameters, torch.float32)
     torch.manual_seed(0)
     stage = Odd()
     for replica, (x, target) in enumerate(zip(*(t.chunk(3) for t in batch_of(6)), strict=True)):
@@ -177,23 +166,13 @@ def test_odd_parameters(pool: Pool, reduce_dtype: torch.dtype | None) -> None:
                 torch.testing.assert_close(gradients[name], p.grad, rtol=tolerance, atol=tolerance)
 
 
-class Scaled(nn.Module):
-    """One weight, whose gradient is the sum of the inputs."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
 #: Of each replica: in their own precision a sum around the ring loses what is small, or overflows.
 GRADIENTS = {torch.bfloat16: [1.0, 2.0**-10, -1.0, 2.0**-10], torch.float16: [60_000.0, 60_000.0, 0.0, 0.0]}
 
 
 def added_up(rank: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> float:
-    mesh, stages = rota.mesh(pp=1, dp=4), Stages([Scaled(dtype)])
+    mesh = rota.mesh(pp=1, dp=4)
+    stages = Stages([Calls(lambda module, x: x * module.weight, weight=nn.Parameter(torch.ones(1, dtype=dtype)))])
     inputs = torch.tensor([[GRADIENTS[dtype][rank]]], dtype=dtype)
     how: Any = {"mesh": mesh, "check_data": "never", "reduce_dtype": reduce_dtype}
     with Pipeline(stages, plan_for(1, "gpipe", 1), lambda y, _: y.sum(), **how) as pipeline:

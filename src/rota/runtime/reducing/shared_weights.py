@@ -84,21 +84,19 @@ class SharedWeights:
         sum_dtype: torch.dtype | None,
     ) -> None:
         rank = processes.rank
-        together_on = dict.fromkeys(tuple(sorted(weight.ranks)) for weight in shared)
-        groups = {ranks: processes.of_ranks(ranks, replicas=True) for ranks in together_on}
-        on_device = groups  # all ranks' groups for tensors of the device, in one order
-        if device.backend != "gloo":
-            at = device.torch_device
-            on_device = {ranks: processes.of_ranks(ranks, device.backend, at, replicas=True) for ranks in together_on}
+        together_on = dict.fromkeys(tuple(sorted(weight.ranks)) for weight in shared)  # in one order on all ranks
+        on = device.torch_device
+        groups = {ranks: processes.of_all_replicas(ranks, device.backend, on) for ranks in together_on}
         tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
         #: Parameters that are counted on another rank.
         self.counted_elsewhere: set[nn.Parameter] = set()
         for weight in (weight for weight in shared if rank in weight.ranks):
             parameter, ranks = stages[weight.stage].get_parameter(weight.name), tuple(sorted(weight.ranks))
             with collective("making shared weights equal"), torch.no_grad():
-                value = parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-                dist.broadcast(value, processes.pipelines[processes.tp_shard][weight.ranks[0]], groups[ranks])
-                parameter.copy_(value)
+                value = parameter.reshape(-1)
+                source = processes.pipelines[processes.tp_shard][weight.ranks[0]]
+                dist.broadcast(value.view(torch.uint8), source, groups[ranks])
+                parameter.copy_(value.view(parameter.shape))
             if weight.summed:
                 tied.setdefault(ranks, []).append(parameter)
             if weight.ranks[0] != rank:
@@ -107,7 +105,7 @@ class SharedWeights:
         self.tied = [parameter for parameters in tied.values() for parameter in parameters]
         #: The sum of the ties of each group of ranks, in an order that is the same on all ranks.
         self.sums = {
-            ranks: GradientAllReduce(parameters, on_device[ranks], device, processes.num_replicas, sum_dtype)
+            ranks: GradientAllReduce(parameters, groups[ranks], device, processes.num_replicas, sum_dtype)
             for ranks, parameters in tied.items()
         }
         self._starts_at_end = not is_queued(device)
