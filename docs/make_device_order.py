@@ -98,7 +98,7 @@ def legend(axes: Axes, right: int) -> None:
     axes.plot([4.4, 4.4], [y - 0.25, y + 0.25], color=MEETING, lw=2.2)
     axes.text(4.7, y, "a send and its receive meet", va="center", fontsize=9)
     axes.plot(9.2, y, "o", color="white", markeredgecolor=EVENT, markersize=5.5)
-    axes.text(9.5, y, "buffer allocated early", va="center", fontsize=9)
+    axes.text(9.5, y, "buffer allocated", va="center", fontsize=9)
     axes.text(right - 0.6, y, "order of enqueuing, on all ranks  ⟶", va="center", ha="right", fontsize=9)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placement import Placement
 from rota.core.placing import place
 from rota.core.plan import Plan
-from rota.core.programs.actions import compile_programs, prefetch_receives
+from rota.core.programs.actions import Action, compile_programs, prefetch_receives
 from rota.core.programs.device_steps import DeviceProgram, device_programs
 from rota.core.simulation import simulate
 from rota.core.tasks import Edge, Transfer
 from rota.schedules import gpipe, one_f_one_b
+from support import device_clock
+from support.device_orders import family_plans
 from support.random_plans import random_plan, with_random_wires
 
 
@@ -51,19 +53,48 @@ def test_each_step_waits_for_what_it_needs_and_for_nothing_else() -> None:
     }
 
 
-def test_buffers_are_allocated_as_early_as_receives_are_posted_on_a_host() -> None:
+def test_a_receive_may_start_with_the_op_during_which_its_message_is_sent() -> None:
+    """Not before, as it would wait on the device; but no earlier than receives are posted on a host, for the memory."""
+    num_early = num_late = 0
     for plan, devices in many():
+        timeline = simulate(plan)
         for program, device in zip(compile_programs(plan, index_of(plan), range(plan.num_ranks)), devices, strict=True):
-            posted, num_ops = {}, 0
-            for action in prefetch_receives(plan, program.rank, program.actions):
-                num_ops += action.what == "run"
-                if action.message and action.what == "receive":
-                    posted[action.message.transfer] = num_ops
+            enqueued = ops_before_receives(program.actions)
+            posted = ops_before_receives(prefetch_receives(plan, program.rank, program.actions))
             num_ops = 0
             for step in device.steps:
                 num_ops += step.what == "run"
-                if step.what == "allocate":
-                    assert posted[step.subject] == num_ops  # type: ignore[index]
+                if step.what == "allocate" and step.message is not None:
+                    transfer, (route, k) = step.message.transfer, step.message.column
+                    ended = sum(end <= timeline.sent_us[route][k] for end in timeline.ends_us[program.rank])
+                    assert num_ops == min(max(posted[transfer], ended), enqueued[transfer])
+                    num_early += num_ops < enqueued[transfer]
+                    num_late += num_ops > posted[transfer]
+    assert num_early > 50
+    assert num_late > 100
+
+
+def ops_before_receives(actions: Iterable[Action]) -> dict[Transfer, int]:
+    num_ops, before = 0, {}
+    for action in actions:
+        num_ops += action.what == "run"
+        if action.message and action.what == "receive":
+            before[action.message.transfer] = num_ops
+    return before
+
+
+def test_kernels_that_start_late_delay_nothing() -> None:
+    """Where a transfer takes less time than an op, all ops run when the plan says, though a message waits for both."""
+    num_waiting = 0
+    for plan in family_plans(ranks=(2, 4), latencies_us=(0, 5)):
+        programs, timeline = device_programs(plan), simulate(plan)
+        times = device_clock.run(plan, programs)
+        for rank, device in enumerate(programs):
+            starts_us = [us for us, step in zip(times.starts_us[rank], device.steps, strict=True) if step.what == "run"]
+            assert tuple(starts_us) == timeline.starts_us[rank]
+            waited = (meets > start for start, meets in zip(times.starts_us[rank], times.meets_us[rank], strict=True))
+            num_waiting += sum(step.what == "receive" and late for step, late in zip(device.steps, waited, strict=True))
+    assert num_waiting > 0
 
 
 def test_with_a_limit_sent_values_are_released_when_the_plan_has_them_sent() -> None:

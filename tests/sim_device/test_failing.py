@@ -30,7 +30,7 @@ def reports(rank: int) -> tuple[list[str], list[int]]:
         execution, device = pipeline._engine.plans.base.execution, pipeline._engine.here.device
         handle = pipeline.begin_step(*batch_of(4))
         behind = [mark for mark in execution._behind if mark is not None]
-        for num_done in (len(behind), 9, 4, 1):
+        for num_done in (len(behind), 9, 5, 4, 1, 0):
             done = {id(mark) for mark in behind[:num_done]}
             device.is_done = lambda mark, done=done: id(mark) in done  # type: ignore[attr-defined, misc]
             execution.look()
@@ -45,8 +45,8 @@ def reports(rank: int) -> tuple[list[str], list[int]]:
 @pytest.mark.dist
 def test_the_first_kernel_of_each_stream_that_has_not_ended(pool: Pool) -> None:
     (first, reached), (second, _) = pool.run(2, reports)
-    assert reached[1:] == [9, 4, 1]
-    assert first[3].startswith("busy: has not ended on its device: run 0F0 on compute, send 0F0→1F0 on channel 0→1")
-    assert first[2].startswith("waits: waits on its device for other ranks: send 0F1→1F1 on channel 0→1, receive 1B0")
-    assert second[3].startswith("waits: waits on its device for other ranks: receive 0F0→1F0 on channel 0→1")
-    assert second[2].startswith("busy: has not ended on its device: receive 0F1→1F1 on channel 0→1, run 1B0 on compute")
+    assert reached[1:] == [9, 5, 4, 1, 0]
+    assert first[5].startswith("busy: has not ended on its device: run 0F0 on compute, send 0F0→1F0 on channel 0→1")
+    assert first[2].startswith("waits: waits on its device for other ranks: receive 1B0→0B0 on channel 1→0, run 0B0")
+    assert second[4].startswith("waits: waits on its device for other ranks: receive 0F0→1F0 on channel 0→1")
+    assert second[3].startswith("busy: has not ended on its device: receive 0F1→1F1 on channel 0→1, run 1B0 on compute")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -12,6 +13,7 @@ from rota.core.costs import Costs
 from rota.core.errors import PlanError, ScheduleError
 from rota.core.placing import bidirectional
 from rota.core.plan import Plan
+from rota.core.programs.actions import NUM_OPS_AHEAD
 from rota.core.programs.device_order import prove
 from rota.core.programs.device_steps import Communicator, DeviceProgram, Step
 from rota.schedules import FAMILIES, Family
@@ -22,9 +24,13 @@ Programs = Sequence[DeviceProgram]
 NUMBERS_OF_RANKS = range(2, 9) if IS_WHOLE else (2, 4, 5)
 
 
-def family_plans(families: Sequence[Family] = FAMILIES, ranks: Sequence[int] = NUMBERS_OF_RANKS) -> Iterator[Plan]:
+def family_plans(
+    families: Sequence[Family] = FAMILIES,
+    ranks: Sequence[int] = NUMBERS_OF_RANKS,
+    latencies_us: Sequence[int] = (0, 15, 100),
+) -> Iterator[Plan]:
     """Each family on 2 to 8 ranks, without latency, with some, and with more than an op lasts."""
-    for family, num_ranks, latency_us in product(families, ranks, (0, 15, 100)):
+    for family, num_ranks, latency_us in product(families, ranks, latencies_us):
         num_stages = num_ranks * (1 if family.place is bidirectional else family.stages_per_rank)
         costs = family.adapted(Costs.uniform(num_stages, 10, 10, 7, activation_bytes=2, boundary_bytes=1))
         for num_microbatches in (num_ranks, 2 * num_ranks):
@@ -54,12 +60,19 @@ def in_order(program: DeviceProgram, order: Sequence[int]) -> DeviceProgram:
 
 
 def with_early_receives(program: DeviceProgram) -> DeviceProgram:
-    """Each receive's kernel is enqueued where its buffer is allocated, as receives are posted on a host."""
+    """Each receive is enqueued some ops before its reader, as receives are posted on a host."""
+    ops = [i for i, step in enumerate(program.steps) if step.what == "run"]
+    number = {program.steps[i].subject: n for n, i in enumerate(ops)}
     order: list[int] = []
+    floor: dict[str, int] = {}  # by channel: the op before which its last receive is enqueued, to keep their order
     for i, step in enumerate(program.steps):
-        if step.what == "receive":
-            order.insert(order.index(step.waits[0]) + 1, i)
-        else:
+        if step.what == "receive" and step.message is not None:
+            early = max(number[step.message.transfer.target] - NUM_OPS_AHEAD, floor.get(step.stream, 0))
+            before = min(early, bisect_left(ops, i))
+            floor[step.stream] = before
+            at = order.index(ops[before]) if ops[before] < i else len(order)
+            order[at:at] = [step.waits[0], i]
+        elif step.what != "allocate":
             order.append(i)
     return in_order(program, order)
 

@@ -7,13 +7,14 @@
     1→2                       └───────────────────────▶ ▣ waits ─── event ───────┘
 
 The steps keep the strict order of `Plan.wire_order`. Each pair of neighbours has a stream and a communicator for each
-direction. A receive's buffer may be allocated early, but its kernel is enqueued at its strict place. `device_order`
-proves that these lists cannot hang; the runtime executes the same lists.
+direction. A receive's kernel is enqueued at its strict place, but may start when its buffer is allocated: with the op
+during which the plan has the message sent. `device_order` proves that these lists cannot hang; the runtime executes the
+same lists.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -144,7 +145,7 @@ def device_program(
     learns the size of a buffer from the message itself.
     """
     steps, plan = _Steps(), timeline.plan
-    allocations = _early_allocations(plan, program) if allocates_early else defaultdict(list)
+    allocations = _early_allocations(timeline, program) if allocates_early else defaultdict(list)
     releases = _releases(timeline, program)
     reductions = {*last_gradients(plan, program.rank).values()} if replicas else set()
     due: Op | None = None  # its gradients are reduced once its outputs are sent
@@ -170,14 +171,21 @@ def device_program(
     return DeviceProgram(program.rank, tuple(steps.steps))
 
 
-def _early_allocations(plan: Plan, program: Program) -> dict[int, list[Message]]:
-    """The buffers to allocate before their receives are enqueued, by the number of ops before the allocation."""
+def _early_allocations(timeline: Timeline, program: Program) -> dict[int, list[Message]]:
+    """The buffers to allocate before their receives are enqueued, by the number of ops before the allocation.
+
+    From its allocation on, a receive's kernel may start, and then it keeps multiprocessors until the sender is ready.
+    So the allocation is right before the op during which the plan has the message sent: later would delay the message.
+    """
+    ends_us = timeline.ends_us[program.rank]
     strict = dict(_num_ops_before_receives(program.actions))
-    early = _num_ops_before_receives(prefetch_receives(plan, program.rank, program.actions))
+    early = _num_ops_before_receives(prefetch_receives(timeline.plan, program.rank, program.actions))
     allocations: dict[int, list[Message]] = defaultdict(list)
     for message, num_ops in early:
-        if num_ops < strict[message]:
-            allocations[num_ops].append(message)
+        route, position = message.column
+        needed = max(num_ops, bisect_right(ends_us, timeline.sent_us[route][position]))
+        if needed < strict[message]:
+            allocations[needed].append(message)
     return allocations
 
 
