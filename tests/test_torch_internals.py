@@ -29,6 +29,17 @@ def alone(tmp_path: Path) -> Any:
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a PyTorch with NCCL")
+def test_kernels_of_nccl_can_be_limited() -> None:
+    options = torch_internals.group_options("nccl", timedelta(seconds=7), 3)
+    assert (options.config.max_ctas, options._timeout) == (3, timedelta(seconds=7))
+
+
+def test_groups_of_other_backends_have_no_limit() -> None:
+    assert torch_internals.group_options("gloo", timedelta(seconds=7), 3) is None
+    assert torch_internals.group_options("nccl", timedelta(seconds=7), None) is None
+
+
 def test_run_backward_accumulates_like_autograd() -> None:
     weight = torch.ones(3, requires_grad=True)
     for _ in range(2):

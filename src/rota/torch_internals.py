@@ -454,14 +454,14 @@ _TAKEN_BY_ALL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.f
 _TAKEN_BY_ALL |= {torch.int8, torch.uint8, torch.bool}
 
 
-def new_group(processes: Iterable[int], timeout: Any, backend: str) -> dist.ProcessGroup:
+def new_group(processes: Iterable[int], timeout: Any, backend: str, num_ctas: int | None = None) -> dist.ProcessGroup:
     """A new group of these processes. They alone make it; all make those that they are in in one order.
 
     PyTorch names such a group by how many groups a process is in, so that those that are in different numbers of them
     would wait for each other for ever (2.13). Here the processes and the number of their groups name it. And where a
     device is bound to the default group, PyTorch would split that group's communicator, for which all processes must
-    call. Relies on `use_local_synchronization`, `_process_group_name`, `_get_default_store` and
-    `ProcessGroup.bound_device_id`.
+    call. `num_ctas`: the most CTAs of NCCL's kernels. Relies on `use_local_synchronization`, `_process_group_name`,
+    `_get_default_store` and `ProcessGroup.bound_device_id`.
     """
     c10d: Any = dist.distributed_c10d
     members = sorted(processes)
@@ -471,10 +471,23 @@ def new_group(processes: Iterable[int], timeout: Any, backend: str) -> dist.Proc
     before = c10d._process_group_name, world.bound_device_id
     c10d._process_group_name, world.bound_device_id = (lambda *_, **__: name), None
     try:
-        group: dist.ProcessGroup = dist.new_group(members, timeout, backend, use_local_synchronization=True)
+        options = group_options(backend, timeout, num_ctas)
+        group: dist.ProcessGroup = dist.new_group(members, timeout, backend, options, use_local_synchronization=True)
         return group
     finally:
         c10d._process_group_name, world.bound_device_id = before
+
+
+def group_options(backend: str, timeout: Any, num_ctas: int | None) -> Any:
+    """What `new_group` takes, so that the kernels of NCCL have at most so many CTAs; None for another backend.
+
+    Relies on `ProcessGroupNCCL.Options._timeout`, which must be that of the group (a timedelta).
+    """
+    if backend != "nccl" or num_ctas is None:
+        return None
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas, options._timeout = num_ctas, timeout
+    return options
 
 
 def own_connection_to_store() -> Any:

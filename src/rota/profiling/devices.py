@@ -49,6 +49,7 @@ class DeviceModel:
         compute_efficiency: Fraction of the peak that operations reach.
         memory_efficiency: Fraction of the bandwidth that operations reach.
         least_op_us: The time to start a kernel, a lower bound for every operation.
+        num_multiprocessors: SMs of NVIDIA's devices, compute units of AMD's; None: not a GPU.
     """
 
     name: str
@@ -59,6 +60,7 @@ class DeviceModel:
     compute_efficiency: float = 0.65
     memory_efficiency: float = 0.8
     least_op_us: float = 4.0
+    num_multiprocessors: int | None = None
 
     def op_us(self, num_flops: int, num_bytes: int, dtype: torch.dtype) -> float:
         """The roofline in µs: the longest of the times to compute, to move bytes, and to start a kernel."""
@@ -75,7 +77,7 @@ class DeviceModel:
 
 
 class _Gpu(NamedTuple):
-    """A data sheet: peaks in 10^12 operations per second, bandwidth in 10^9 bytes per second, and 10^9 bytes."""
+    """A data sheet: peaks in 10^12 operations per second, bandwidth in 10^9 bytes per second, memory in 10^9 bytes."""
 
     name: str
     half: float
@@ -86,30 +88,32 @@ class _Gpu(NamedTuple):
     float8: float | None
     gb_s: float
     gb: int
+    num_multiprocessors: int
 
     def model(self) -> DeviceModel:
         peaks = {"float16": self.half, "bfloat16": self.half, "tf32": self.tf32, "float32": self.single}
         peaks |= {"float64": self.double, "int8": self.int8} | ({"float8": self.float8} if self.float8 else {})
         rates = {dtype: peak * 1e12 for dtype, peak in peaks.items()}
-        return DeviceModel(self.name, rates, self.gb_s * 1e9, self.gb * 10**9)
+        sizes = self.gb_s * 1e9, self.gb * 10**9
+        return DeviceModel(self.name, rates, *sizes, num_multiprocessors=self.num_multiprocessors)
 
 
 # fmt: off
 _GPUS = (
-    #    name          half  tf32 single double int8 float8  GB/s   GB
+    #    name          half  tf32 single double int8 float8  GB/s   GB  SMs
     # NVIDIA A100 (SXM4) data sheet; float64 on its tensor cores.
-    _Gpu("a100-40gb",   312,  156,  19.5,  19.5,  624, None, 1555,  40),
-    _Gpu("a100-80gb",   312,  156,  19.5,  19.5,  624, None, 2039,  80),
+    _Gpu("a100-40gb",   312,  156,  19.5,  19.5,  624, None, 1555,  40, 108),
+    _Gpu("a100-80gb",   312,  156,  19.5,  19.5,  624, None, 2039,  80, 108),
     # NVIDIA H100 (SXM5, PCIe) and H200 data sheets, half of the peaks with sparsity.
-    _Gpu("h100",        989,  494,    67,    67, 1979, 1979, 3350,  80),
-    _Gpu("h100-pcie",   756,  378,    51,    51, 1513, 1513, 2000,  80),
-    _Gpu("h200",        989,  494,    67,    67, 1979, 1979, 4800, 141),
+    _Gpu("h100",        989,  494,    67,    67, 1979, 1979, 3350,  80, 132),
+    _Gpu("h100-pcie",   756,  378,    51,    51, 1513, 1513, 2000,  80, 114),
+    _Gpu("h200",        989,  494,    67,    67, 1979, 1979, 4800, 141, 132),
     # AMD Instinct MI300X data sheet; matrix cores.
-    _Gpu("mi300x",     1307,  653,   163,   163, 2615, 2615, 5300, 192),
+    _Gpu("mi300x",     1307,  653,   163,   163, 2615, 2615, 5300, 192, 304),
     # NVIDIA's Ada architecture white paper: with float32 accumulation.
-    _Gpu("rtx-4090",    165, 82.6,  82.6,   1.3,  661,  330, 1008,  24),
+    _Gpu("rtx-4090",    165, 82.6,  82.6,   1.3,  661,  330, 1008,  24, 128),
     # NVIDIA L40S data sheet.
-    _Gpu("l40s",        362,  183,  91.6,   1.4,  733,  733,  864,  48),
+    _Gpu("l40s",        362,  183,  91.6,   1.4,  733,  733,  864,  48, 142),
 )
 # fmt: on
 # One core of a server at 3 GHz: two fused multiply-adds per cycle on 8 floats (AVX2), part of the bandwidth.

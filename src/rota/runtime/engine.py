@@ -25,7 +25,7 @@ from rota.models.elsewhere import free_elsewhere
 from rota.runtime.agreement import Agreed, Agreement, Brought, Call, refuse_differences
 from rota.runtime.channels import Channels
 from rota.runtime.compute import Batch, Compute, step_seed
-from rota.runtime.device.choosing import device_at, placed_on
+from rota.runtime.device.choosing import ctas_within, device_at, num_multiprocessors, placed_on
 from rota.runtime.device.protocol import is_queued
 from rota.runtime.environment import cores_of
 from rota.runtime.execution import ThisRank
@@ -275,6 +275,9 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
             watched.names = processes.names
             local = plan.placement.stages_on(processes.rank)
             device = device_at(placed_on(stages, local) or otherwise)
+            if (number := num_multiprocessors(device.torch_device)) is not None:
+                tied = [weight.ranks for weight in shared if weight.summed]
+                processes.most_ctas = ctas_within(number, plan.placement, tied, processes.num_replicas)
             processes.open_on_device(device.backend, device.torch_device)
             gradients = GradientSync(stages, plan, shared, processes, device, reduce_dtype)
             life.at_end(gradients.close)

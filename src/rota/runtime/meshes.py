@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rota.core.errors import LostRankError, PipelineError, error_text
 from rota.core.plan import Plan
+from rota.core.programs.occupancy import MostCtas
 from rota.runtime.device.local import CPU, local_device, local_device_type
 from rota.runtime.environment import MESH
 from rota.runtime.faults.hang_report import frames_of, place
@@ -133,6 +134,8 @@ class Processes:
         self._groups_on_device: list[dist.ProcessGroup] = []
         self.everyone_on_device: dist.ProcessGroup | None = None
         self.replicas_on_device: dist.ProcessGroup | None = None
+        #: Of the groups on the device that are made from now on; None: as many as NCCL likes.
+        self.most_ctas: MostCtas | None = None
         try:
             self._make_groups()
         except BaseException:
@@ -182,21 +185,31 @@ class Processes:
 
         Every process must call it.
         """
-        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines], backend)
+        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines], backend, ranks=ranks)
 
     def of_all_replicas(self, ranks: Sequence[int], backend: str, device: torch.device) -> Any:
         """The group of these ranks of all replicas, for collectives on `device`. Every process must call it."""
         n = self.num_tp_shards
         together = [[pipeline[rank] for pipeline in self.pipelines[i::n] for rank in ranks] for i in range(n)]
-        return self._made(together, backend, device)
+        return self._made(together, backend, device, ranks)
 
-    def _made(self, enumeration: list[list[int]], backend: str = _HOSTS, device: torch.device | None = None) -> Any:
-        """Make this process's group of these, None if it is in none. All make their groups in the same order."""
+    def _made(
+        self,
+        enumeration: list[list[int]],
+        backend: str = _HOSTS,
+        device: torch.device | None = None,
+        ranks: Sequence[int] = (),
+    ) -> Any:
+        """Make this process's group of these, None if it is in none. All make their groups in the same order.
+
+        `ranks`: those of the plan that the groups are for.
+        """
         members = next((members for members in enumeration if dist.get_rank() in members), None)
         if members is None:
             return None
+        num_ctas = None if self.most_ctas is None else self.most_ctas.on(tuple(ranks))
         with collective("making process groups"):
-            own = new_group(members, self._timeout, backend)
+            own = new_group(members, self._timeout, backend, num_ctas)
         (self._groups if backend == _HOSTS else self._groups_on_device).append(own)
         if device is not None:
             # A group's first collective makes its communicator, for which the hosts wait: it must not be one of a step.

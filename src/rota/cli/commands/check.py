@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
+
 from rota.cli import common, files, reports
-from rota.cli.command import Options, command
+from rota.cli.command import Options, Value, command
 from rota.cli.reports import print_json
 from rota.cli.requirements import require, require_search
 from rota.cli.screen import print_text, print_transfers, progress_line, report_columns
@@ -15,6 +17,7 @@ from rota.core.errors import PlanError
 from rota.core.plan import Plan
 from rota.core.programs import device_order, torch_order
 from rota.core.programs.device_order import DeviceOrder
+from rota.core.programs.occupancy import MostCtas, most_ctas, num_slots
 from rota.core.text import count_text, fitted
 from rota.core.timeline import Timeline
 
@@ -22,6 +25,19 @@ if TYPE_CHECKING:
     from rota.search import Bound
 
 _PARAGRAPH_COLUMNS = 112  # where the output is no terminal
+
+
+def _parse_multiprocessors(text: str) -> int:
+    """Return a number: "132" -> 132, "h100" -> 132."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    require("torch", "torch")
+    from rota.profiling import DEVICES
+
+    known = {name: device.num_multiprocessors for name, device in DEVICES.items() if device.num_multiprocessors}
+    if text.lower() not in known:
+        raise ValueError(f"{text!r} is neither a number of multiprocessors nor one of {', '.join(known)}")
+    return known[text.lower()]
 
 
 @command("rota check plan.json --bound")
@@ -32,6 +48,13 @@ _PARAGRAPH_COLUMNS = 112  # where the output is no terminal
     "--device",
     help="also prove that the step cannot hang on GPUs: no cycle of waits among the kernels, events and messages of "
     "all ranks",
+)
+@click.option(
+    "--sms",
+    type=Value("multiprocessors", _parse_multiprocessors),
+    metavar="N",
+    help="as --device, for devices with N multiprocessors, or those of a device such as h100: also prove that no order "
+    "in which a device serves its streams can hang, and say how many CTAs a kernel of NCCL may have for that",
 )
 @common.flag(
     "--torch",
@@ -61,8 +84,8 @@ def check(options: Options) -> None:
     print_transfers(planned)
     if planned.num_replicas > 1:
         print_text(f"This checked one of {planned.num_replicas} replicas: all of them run the same pipeline.")
-    if options.device:
-        _print_devices(_on_devices(planned))
+    if options.device or options.sms:
+        _print_devices(_on_devices(planned), _most_ctas(options, planned))
     if options.torch:
         _print_torch(_on_torch(options.plan, planned))
     if options.bound:
@@ -86,10 +109,13 @@ def _assumes_times(options: Options) -> bool:
 
 def _fields(options: Options, planned: Plan, timeline: Timeline) -> dict[str, Any]:
     """What `--json` prints of a plan that is accepted; one that is not ends with an error, as always."""
-    proved = _on_devices(planned) if options.device else None
+    proved = _on_devices(planned) if options.device or options.sms else None
     assumed = _assumes_times(options) and files.note_assumed_times("check", options.plan)
     kernels = proved and proved.num_kernels
     fields: dict[str, Any] = {"accepted": True, "device_kernels": kernels, "times_assumed": assumed}
+    if proved is not None:
+        most = _most_ctas(options, planned)
+        fields |= {"device_slots": proved.num_slots, "device_most_ctas": most and most.everywhere}
     if options.torch:
         on_torch = _on_torch(options.plan, planned)
         fields |= {
@@ -132,6 +158,12 @@ def _on_devices(planned: Plan) -> DeviceOrder:
     """What is proved of devices with streams. Raises PlanError if the step could hang there."""
     with progress_line("proving that the step cannot hang on devices …"):
         return device_order.check_device_order(planned)
+
+
+def _most_ctas(options: Options, planned: Plan) -> MostCtas | None:
+    """How many CTAs kernels may have, if the devices are known. Raises PlanError if these have no room for the plan."""
+    slots = num_slots(planned.placement)
+    return None if options.sms is None else most_ctas(planned.placement, slots, options.sms)
 
 
 class _OnTorch(NamedTuple):
@@ -185,7 +217,7 @@ def _print_torch(proof: _OnTorch) -> None:
         print_text(f"  defer_pp_recv=True could hang or swap messages; leave it off: {proof.deferred}")
 
 
-def _print_devices(proved: DeviceOrder) -> None:
+def _print_devices(proved: DeviceOrder, most: MostCtas | None) -> None:
     meetings = f"{count_text(proved.num_channels, 'channel')} (one stream and communicator per directed pair of ranks)"
     if proved.num_collectives:
         meetings += f" and {count_text(proved.num_collectives, 'operation')} of several ranks"
@@ -197,6 +229,14 @@ def _print_devices(proved: DeviceOrder) -> None:
         "message, and for kernels launched before it. "
         "NCCL requires operations to be submitted in the same order across ranks: "
         "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html",
+    )
+    slots = f"up to {count_text(proved.num_slots, 'kernel')} can be on a device at once, one per stream"
+    if most is None:
+        print_text(f"  {slots}: say how many multiprocessors it has (--sms 132, --sms h100), and this is compared")
+        return
+    print_text(
+        f"  {slots}: if each has at most {count_text(most.everywhere, 'CTA')}, as rota.Pipeline asks of NCCL, there is "
+        f"room for all of them, so no order in which a device serves its streams can hang"
     )
 
 

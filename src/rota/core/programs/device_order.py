@@ -7,6 +7,8 @@ A kernel waits for
 - the other side: a send and its receive are one node, and so are the parts of a collective (rendezvous);
 - the kernel before it on its device, as some devices run kernels in the order of their launch only.
 
+It does not wait for room on its device, if there is room for a kernel of each stream (`occupancy`).
+
 In `Plan.wire_order` all of these point backwards, so there is no cycle. This module does not rely on that argument: it
 builds the graph from the lists that the runtime executes, and sorts it.
 """
@@ -39,12 +41,15 @@ class DeviceOrder:
         num_kernels: Number of kernels that all ranks enqueue in a step: one per op, send, receive and collective.
         num_channels: Number of directed pairs of ranks that send to each other, each with a communicator.
         num_collectives: Number of operations of several ranks, such as ops of tensor-parallel stages.
+        num_slots: The most kernels that can be on one device at once. With room for so many, the order in which it
+            serves its streams cannot make the step hang either.
     """
 
     num_ranks: int
     num_kernels: int
     num_channels: int
     num_collectives: int
+    num_slots: int
 
     def __str__(self) -> str:
         """One line."""
@@ -89,6 +94,7 @@ def prove(programs: Sequence[DeviceProgram], *, serial: bool = True) -> DeviceOr
         sum(
             len(next(iter(sides.values()))) for communicator, sides in meetings.items() if communicator.use != "channel"
         ),
+        max(len({step.stream for step in program.steps if step.has_kernel}) for program in programs),
     )
 
 

@@ -1,7 +1,8 @@
-"""Which device a rank's stages are on, and whether all ranks' devices go together."""
+"""Which device a rank's stages are on, whether all ranks' devices go together, and how much of it messages may keep."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -9,10 +10,14 @@ from typing import NamedTuple
 import torch
 
 from rota.core.errors import PipelineError
+from rota.core.placement import Placement
+from rota.core.programs.occupancy import MostCtas, most_ctas, num_slots
 from rota.models import Stages
 from rota.runtime.device.local import CPU, property_of
 from rota.runtime.device.protocol import Device, HostDevice
 from rota.runtime.device.streams import StreamDevice
+
+_MAX_CTAS = "NCCL_MAX_CTAS"  # where it is set, NCCL takes it instead of a group's options
 
 #: Makes the device of a type; types that are not named here are accelerators of PyTorch.
 MAKERS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: HostDevice()}
@@ -107,3 +112,29 @@ def refuse_mixed(of_ranks: Sequence[Placed]) -> str:
             f"stages.to(rota.local_device(), rota.local_stages(plan, mesh))"
         )
     return next(iter(by_type), "cpu")
+
+
+def num_multiprocessors(device: torch.device) -> int | None:
+    """How many multiprocessors an accelerator has; None if PyTorch does not know."""
+    number: int | None = property_of(device, "multi_processor_count")
+    return number
+
+
+def ctas_within(
+    num_multiprocessors: int, placement: Placement, tied: Iterable[tuple[int, ...]], num_replicas: int
+) -> MostCtas:
+    """How many CTAs messages and reductions may have on devices with so many multiprocessors.
+
+    `tied`: the ranks of each group of tied weights. Raises PlanError if there are too few multiprocessors, and
+    PipelineError if the user lets NCCL take more.
+    """
+    slots = num_slots(placement, tied, replicas=num_replicas > 1)
+    most = most_ctas(placement, slots, num_multiprocessors)
+    wish = os.environ.get(_MAX_CTAS, "")
+    if wish.isdecimal() and int(wish) > most.everywhere:
+        raise PipelineError(
+            f"{_MAX_CTAS} is {wish}, but up to {slots} kernels can be on a device at once, which has "
+            f"{num_multiprocessors} multiprocessors: kernels that wait for other ranks could keep all of them, and the "
+            f"step would hang; set it to at most {most.everywhere}, or unset it"
+        )
+    return most
