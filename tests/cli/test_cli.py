@@ -47,7 +47,22 @@ def test_check_proves_the_order_on_devices(plan_file: Path, capsys: Capsys) -> N
     # 24 ops, 16 messages with two sides each, and a reduction per stage.
     assert "59 kernels on 3 ranks with 4 channels" in out
     assert "have no cycle of waits, and both sides of each communicator enqueue in the same order" in out
+    assert "up to 6 kernels can be on a device at once, one per stream: say how many multiprocessors it has" in out
     assert run(capsys, "check", plan_file)[1] in out
+
+
+def test_check_compares_the_kernels_at_once_with_a_device(plan_file: Path, capsys: Capsys) -> None:
+    for device, most in ("H100", 22), ("6", 1):
+        code, out, _ = run(capsys, "check", plan_file, "--sms", device)
+        assert code == 0
+        assert "59 kernels on 3 ranks" in out
+        assert f"up to 6 kernels can be on a device at once, one per stream: if each has at most {most} CTA" in out
+    code, _, error = run(capsys, "check", plan_file, "--sms", "5")
+    assert code == 1
+    assert "refused: up to 6 kernels can be on a device at once, one per stream, but it has 5" in error
+    code, _, error = run(capsys, "check", plan_file, "--sms", "0")
+    assert code == 2
+    assert "'0' is neither a number of multiprocessors nor one of a100-40gb" in error
 
 
 def test_check_proves_the_order_on_pytorch_s_engine(plan_file: Path, tmp_path: Path, capsys: Capsys) -> None:

@@ -79,6 +79,8 @@ def test_plans_and_runs(capsys: Capsys) -> None:
     checked = report(capsys, "check", "plan.json", "--device")
     assert checked["accepted"]
     assert checked["device_kernels"] > 0
+    assert (checked["device_slots"], checked["device_most_ctas"]) == (6, None)
+    assert report(capsys, "check", "plan.json", "--sms", "132")["device_most_ctas"] == 22
     compared = report(capsys, "compare", "plan.json", "measured.json")
     assert compared["difference_us"] == sum(compared["parts_us"].values()) > 0
     assert {row["kind"] for row in compared["rows"]} == {"F", "B"}

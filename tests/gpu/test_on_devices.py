@@ -70,6 +70,15 @@ def test_a_wait_would_be_noticed(ranks: Ranks) -> None:
     assert ranks(1, jobs.a_wait_is_an_error) == [True]
 
 
+@pytest.mark.gpu(2)
+@pytest.mark.cuda
+def test_kernels_of_nccl_leave_room_for_each_other(ranks: Ranks, record_property: Record) -> None:
+    limits = ranks(2, jobs.limits_of_kernels, 2)
+    record_property("most_ctas", limits)
+    assert all(0 < number <= most for of_rank in limits for number, most in of_rank)
+    assert [len(of_rank) for of_rank in limits] == [3, 3]  # two channels, and all ranks
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "kind"),
     [

@@ -19,6 +19,7 @@ import rota
 from rota import Cluster, Costs, Pipeline, Plan, Stages, place, simulate
 from rota.runtime.device.protocol import is_queued
 from rota.schedules import NAMED
+from rota.torch_internals import backend_of
 from support.networks import clear, gradients_of, loss_fn
 
 ROWS, WIDTH = 6, 16
@@ -243,6 +244,16 @@ def a_wait_is_an_error(rank: int, device: torch.device) -> bool:
     except RuntimeError as error:
         return "synchroniz" in str(error)
     return False
+
+
+def limits_of_kernels(rank: int, device: torch.device, num_ranks: int) -> list[tuple[int, int]]:
+    """By group on the device: how many CTAs a kernel of NCCL may have, and how many Rota lets it have at most."""
+    plan = named("1f1b", num_ranks)
+    with pipeline_on(device, blocks(num_ranks), plan) as pipeline:
+        processes = pipeline._engine.processes
+        assert processes.most_ctas is not None
+        options = [backend_of(group, device).options for group in processes._groups_on_device]
+        return [(options.config.max_ctas, processes.most_ctas.everywhere) for options in options]
 
 
 def tied(num_stages: int) -> Stages:
