@@ -17,10 +17,11 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
 from rota import Cluster, Costs, Pipeline, Plan, Stages, place
+from rota.runtime.bound_actions import ThisRank
 from rota.runtime.channels import Channels
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.device.streams import StreamDevice
-from rota.runtime.execution import Execution, ThisRank
+from rota.runtime.execution import Execution
 from rota.runtime.meshes import Processes
 from rota.runtime.messages import Format
 from rota.runtime.microbatches import Microbatches
@@ -70,7 +71,7 @@ def execution(plan: Plan, rank: int) -> Engine:
     compute = Compute(stages, plan.placement, mse_loss, device=device)
     made = Execution(stages, plan, compute, ThisRank(rank, device, transport, Record(rank), channels))
     n = plan.num_microbatches
-    made.formats.update({(edge, False, m): Format(LAYOUT) for edge in range(len(stages.edges)) for m in range(n)})
+    made._bound.formats.update({(edge, False, m): Format(LAYOUT) for edge in range(len(stages.edges)) for m in range(n)})
     nones = Microbatches([None] * n)
     batch, count = Batch(nones, nones, [1 / n] * n), Count()
     return lambda: made.run(batch, 1, False, count.tick), made.settle

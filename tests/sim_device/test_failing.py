@@ -29,7 +29,7 @@ def reports(rank: int) -> tuple[list[str], list[int]]:
         pipeline.step(*batch_of(4))
         execution, device = pipeline._engine.plans.base.execution, pipeline._engine.here.device
         handle = pipeline.begin_step(*batch_of(4))
-        behind = [mark for mark in execution._behind if mark is not None]
+        behind = [mark for mark in execution._run.behind if mark is not None]
         for num_done in (len(behind), 9, 5, 4, 1, 0):
             done = {id(mark) for mark in behind[:num_done]}
             device.is_done = lambda mark, done=done: id(mark) in done  # type: ignore[attr-defined, misc]

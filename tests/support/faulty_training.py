@@ -123,7 +123,7 @@ def prepare(fault: Fault, pipeline: Pipeline, stages: Stages) -> None:
     op = Op.parse(fault.when.removeprefix("after "))
     assert op in pipeline.plan.orders[pipeline.rank]
     hooks[op] = act
-    base.execution.bind()  # again, with this hook
+    base.execution.bind(base.reductions.hooks)
 
 
 def _raises(error: BaseException) -> Callable[..., Any]:

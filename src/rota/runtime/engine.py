@@ -23,12 +23,12 @@ from rota.core.simulation import check
 from rota.models import Stages
 from rota.models.elsewhere import free_elsewhere
 from rota.runtime.agreement import Agreed, Agreement, Brought, Call, refuse_differences
+from rota.runtime.bound_actions import ThisRank
 from rota.runtime.channels import Channels
 from rota.runtime.compute import Batch, Compute, step_seed
 from rota.runtime.device.choosing import ctas_within, device_at, num_multiprocessors, placed_on
 from rota.runtime.device.protocol import is_queued
 from rota.runtime.environment import cores_of
-from rota.runtime.execution import ThisRank
 from rota.runtime.faults.watchdog import PATIENT, Describe, Watchdog, Watched, limit_s
 from rota.runtime.gradients.recompute import recomputed_by_backward
 from rota.runtime.losses import LossFn, refuse_weights

@@ -45,11 +45,15 @@ class Layouts:
     """Whether a rank knows the layouts of a run's messages: those of the last run, or, with `sizes`, all seen ones."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], sizes: Sequence[Size], known: KnownLayouts, keys: Iterable[ValueKey]
+        self,
+        modules: Sequence[nn.Module],
+        sizes: Sequence[Size],
+        known: KnownLayouts,
+        keys: Iterable[ValueKey],
+        formats: dict[ValueKey, Format],
     ) -> None:
-        # `keys`: of the values that other ranks make or read.
-        self.formats: dict[ValueKey, Format] = {}
-        self.known = known
+        # `keys`: of the values that other ranks make or read. `formats`: what runs learn, or what is known already.
+        self.formats, self.known = formats, known
         self._crossing = sorted({(edge, microbatch) for edge, _, microbatch in keys}) if sizes else []
         self._sizes, self._modules = sizes, modules
         self._parameters = [parameter for module in modules for parameter in module.parameters()]

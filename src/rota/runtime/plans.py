@@ -22,8 +22,9 @@ from rota.core.plan import Plan
 from rota.core.simulation import check
 from rota.core.tasks import Kind
 from rota.models import Stages
+from rota.runtime.bound_actions import ThisRank
 from rota.runtime.compute import Compute
-from rota.runtime.execution import Execution, ThisRank, forwards_of
+from rota.runtime.execution import Execution, forwards_of
 from rota.runtime.launcher_files import digest
 from rota.runtime.layouts import KnownLayouts, Size
 from rota.runtime.losses import LossFn, needs_target

@@ -21,9 +21,10 @@ from rota.core.errors import LostRankError, PipelineError
 from rota.core.plan import Plan
 from rota.core.programs.device_steps import COMPUTE
 from rota.runtime.agreement import Call
+from rota.runtime.bound_actions import ThisRank
 from rota.runtime.compute import Batch
 from rota.runtime.device.protocol import Number, is_queued
-from rota.runtime.execution import Execution, ThisRank
+from rota.runtime.execution import Execution
 from rota.runtime.faults.watchdog import Watchdog
 from rota.runtime.losses import means_of
 from rota.runtime.meshes import Processes

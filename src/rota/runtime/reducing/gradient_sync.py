@@ -14,8 +14,9 @@ from rota.core.plan import Plan
 from rota.core.programs.actions import last_gradients
 from rota.core.tasks import Kind
 from rota.models import Stages
+from rota.runtime.bound_actions import Hooks
 from rota.runtime.device.protocol import Device, Mark, Number
-from rota.runtime.execution import Execution, Hooks
+from rota.runtime.execution import Execution
 from rota.runtime.meshes import Processes
 from rota.runtime.reducing import norms
 from rota.runtime.reducing.replicas import (
