@@ -71,7 +71,9 @@ def execution(plan: Plan, rank: int) -> Engine:
     compute = Compute(stages, plan.placement, mse_loss, device=device)
     made = Execution(stages, plan, compute, ThisRank(rank, device, transport, Record(rank), channels))
     n = plan.num_microbatches
-    made._bound.formats.update({(edge, False, m): Format(LAYOUT) for edge in range(len(stages.edges)) for m in range(n)})
+    made._bound.formats.update(
+        {(edge, False, m): Format(LAYOUT) for edge in range(len(stages.edges)) for m in range(n)}
+    )
     nones = Microbatches([None] * n)
     batch, count = Batch(nones, nones, [1 / n] * n), Count()
     return lambda: made.run(batch, 1, False, count.tick), made.settle

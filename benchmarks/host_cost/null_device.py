@@ -112,7 +112,7 @@ def installed(rank: int, num_ranks: int) -> Iterator[None]:
     dist.Backend.default_device_backend_map["cpu"] = "fake"
     choosing.MAKERS["cpu"] = StreamDevice
     make = dist.new_group
-    dist.new_group = lambda ranks, timeout, backend: make(ranks, timeout, backend="fake")  # noqa: ARG005
+    dist.new_group = lambda ranks, timeout, *_, **__: make(ranks, timeout, backend="fake")
     torch.set_flush_denormal(True)  # what was in memory before is what a receive leaves, and the CPU is slow on such
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=num_ranks)
     yield

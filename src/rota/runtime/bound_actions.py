@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 from rota.core.errors import PipelineError
 from rota.core.plan import Plan
 from rota.core.programs.actions import Action, Message, Program, ValueKey, compile_program, prefetch_receives
-from rota.core.programs.device_steps import Step, device_program
+from rota.core.programs.device_steps import COMPUTE, Step, device_program
 from rota.core.simulation import simulate
 from rota.core.tasks import Kind, Op, Transfer
 from rota.core.timeline import Timeline
@@ -73,12 +73,14 @@ class Bound(NamedTuple):
 class RunState:
     """Of the run that goes on, or the last one.
 
-    `mark`: marks this moment behind the ops. `values`: by slot, what ops have made for others on this rank. `behind`:
-    by position in the program of a queued device, the mark behind each step; None if it has none, or none yet.
+    `mark`: marks this moment behind the ops. `compute`: the stream of ops on a queued device. `values`: by slot, what
+    ops have made for others on this rank. `behind`: by position in the program of a queued device, the mark behind each
+    step; None if it has none, or none yet.
     """
 
     mark: Callable[[], Mark]
     marks: Marks = field(default_factory=Marks)
+    compute: Any = None
     values: list[Any] = field(default_factory=list)
     behind: list[Mark] = field(default_factory=list)
 
@@ -239,11 +241,11 @@ class BoundActions:
     def _in_stream(self, position: int, step: Step, enqueue: OnStream) -> Callable[[], None]:
         """What lets the stream of a step wait for earlier steps, and gives it this one."""
         assert is_queued(self._here.device)
-        stream_of, wait, behind = self._here.device.stream, self._here.device.wait, self._run.behind
-        name, waits = step.stream, step.waits
+        run, wait, waits = self._run, self._here.device.wait, step.waits
+        behind, own = run.behind, None if step.stream == COMPUTE else self._here.device.stream(step.stream)
 
         def act() -> None:
-            stream = stream_of(name)
+            stream = run.compute if own is None else own
             for before in waits:
                 mark = behind[before]
                 if mark is not None:

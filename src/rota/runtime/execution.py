@@ -141,7 +141,8 @@ class Execution:
         self._device.begin()
         (self._channels or self._transport).begin(self.marks)
         if is_queued(self._device) and self._channels is not None:
-            self._run.mark = partial(self._device.mark_on, self._device.stream(COMPUTE))
+            self._run.compute = self._device.stream(COMPUTE)
+            self._run.mark = partial(self._device.mark_on, self._run.compute)
             self._steps = actions
             self._run.behind[:] = [None] * len(actions)
         if self.trains:
