@@ -124,6 +124,11 @@ def has_saved_tensor_hooks(node: Node) -> bool:
     return any(saved.unpack_hook is not None for saved in _saved_by(node))
 
 
+def may_save(node: Node) -> bool:
+    """Whether nodes of this type can hold tensors. Relies on what `_saved_by` relies on."""
+    return bool(_names_of_saved(type(node)))
+
+
 def release_saved(nodes: Iterable[Node]) -> None:
     """Free the saved tensors of nodes that will not run again, though the graph still exists.
 

@@ -33,6 +33,7 @@ from rota.torch_internals import (
     gradients_into,
     has_saved_tensor_hooks,
     is_compiled_function,
+    may_save,
     release_saved,
     run_backward,
     runs_as_a_whole,
@@ -73,8 +74,8 @@ class Split:
     """How the backward of a graph is split, by positions of its nodes in the order of `_walk`.
 
     `shape`: of each node its type and links. `roots`: of each root its node and which output of it. `waiting`: each
-    branch that waits. `at_once`: the weights of the others. `released`: nodes that do not run again. `is_compiled`:
-    `torch.compile` made a node of it.
+    branch that waits. `at_once`: the weights of the others. `released`: nodes that do not run again, and may hold
+    tensors. `is_compiled`: `torch.compile` made a node of it.
     """
 
     shape: list[tuple[type, Links]]
@@ -216,7 +217,7 @@ def _split(roots: list[GradientEdge], ends: Collection[Node]) -> tuple[list[Node
     if split.waiting:
         runs_again = {i for branch in split.waiting for i in (*branch.nodes, branch.fork)}
         runs_again |= {split.roots[i][0] for branch in split.waiting for i in branch.roots}
-        split.released = [i for i in range(len(nodes)) if i not in runs_again]
+        split.released = [i for i, node in enumerate(nodes) if i not in runs_again and may_save(node)]
         split.is_compiled = any(map(is_compiled_function, nodes))
     return nodes, split
 
