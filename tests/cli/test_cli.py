@@ -286,7 +286,7 @@ def test_bad_files(name: str, text: str, code: int, told: list[str], tmp_path: P
 
 OPTIONAL = {  # without these, there is one thing less to read or to write
     *("--output", "--timeline", "--above"),
-    *("calibrate --costs", "checkpoint export --config", "profile --lengths"),
+    *("calibrate --costs", "check --sms", "checkpoint export --config", "profile --lengths"),
     *("export megatron --layers", "export megatron --type"),
 }
 
