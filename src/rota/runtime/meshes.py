@@ -144,16 +144,14 @@ class Processes:
 
     def _make_groups(self) -> None:
         """Make the groups of all processes, of this pipeline, of its replicas, and of its TP shards."""
-        self.everyone: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
-        self.pipeline: dist.ProcessGroup = self.everyone if len(self.pipelines) == 1 else self._made(self.pipelines)
-        n = self.num_tp_shards
-        #: The processes of each group that hold the same weights, one per replica; and those of this process's group.
-        self._across = [[*column] for i in range(n) for column in zip(*self.pipelines[i::n], strict=True)]
-        self.replica_processes = sorted(next(processes for processes in self._across if dist.get_rank() in processes))
-        self.replicas = self._made(self._across) if self.num_replicas > 1 else None
-        by_replica = [self.pipelines[i : i + n] for i in range(0, len(self.pipelines), n)]
-        together = [[*column] for pipelines in by_replica for column in zip(*pipelines, strict=True)]
-        self.tp_group = self._made(together) if n > 1 else None
+        self.everyone: dist.ProcessGroup = self.of_everyone()
+        alone, n = len(self.pipelines) == 1, self.num_tp_shards
+        self.pipeline: dist.ProcessGroup = self.everyone if alone else self._made(self.pipeline_processes)
+        #: The processes that hold the same weights as this one, one per replica.
+        self.replica_processes = sorted(pipeline[self.rank] for pipeline in self.pipelines[self.tp_shard :: n])
+        self.replicas = self._made(self.replica_processes) if self.num_replicas > 1 else None
+        of_replica = self.pipelines[self.replica * n : self.replica * n + n]
+        self.tp_group = self._made([pipeline[self.rank] for pipeline in of_replica]) if n > 1 else None
 
     @property
     def names(self) -> list[str]:
@@ -171,41 +169,36 @@ class Processes:
         if device.type == CPU:
             self.everyone_on_device, self.replicas_on_device = self.everyone, self.replicas
             return
-        self.everyone_on_device = self._made([[*range(dist.get_world_size())]], backend, device)
+        self.everyone_on_device = self._made(range(dist.get_world_size()), backend, device)
         if self.num_replicas > 1:
-            self.replicas_on_device = self._made(self._across, backend, device)
+            self.replicas_on_device = self._made(self.replica_processes, backend, device)
 
     def of_everyone(self) -> dist.ProcessGroup:
         """A further group of all processes, for a thread of its own. Every process must call it."""
-        group: dist.ProcessGroup = self._made([[*range(dist.get_world_size())]])
+        group: dist.ProcessGroup = self._made(range(dist.get_world_size()))
         return group
 
     def of_ranks(self, ranks: Sequence[int], backend: str) -> Any:
-        """The group of some of the plan's ranks, of this process's pipeline, which the caller opens.
-
-        Every process must call it.
-        """
-        return self._made([[pipeline[rank] for rank in ranks] for pipeline in self.pipelines], backend, ranks=ranks)
+        """The group of some of the plan's ranks, of this process's pipeline, which the caller opens; None on others."""
+        return self._made([self.pipeline_processes[rank] for rank in ranks], backend, ranks=ranks)
 
     def of_all_replicas(self, ranks: Sequence[int], backend: str, device: torch.device) -> Any:
-        """The group of these ranks of all replicas, for collectives on `device`. Every process must call it."""
-        n = self.num_tp_shards
-        together = [[pipeline[rank] for pipeline in self.pipelines[i::n] for rank in ranks] for i in range(n)]
-        return self._made(together, backend, device, ranks)
+        """The group of these ranks of all replicas, for collectives on `device`; None on others."""
+        pipelines = self.pipelines[self.tp_shard :: self.num_tp_shards]
+        return self._made([pipeline[rank] for pipeline in pipelines for rank in ranks], backend, device, ranks)
 
     def _made(
         self,
-        enumeration: list[list[int]],
+        members: Sequence[int],
         backend: str = _HOSTS,
         device: torch.device | None = None,
         ranks: Sequence[int] = (),
     ) -> Any:
-        """Make this process's group of these, None if it is in none. All make their groups in the same order.
+        """Make the group of these processes, None if this one is not among them. All make groups in the same order.
 
-        `ranks`: those of the plan that the groups are for.
+        `ranks`: those of the plan that the group is for.
         """
-        members = next((members for members in enumeration if dist.get_rank() in members), None)
-        if members is None:
+        if dist.get_rank() not in members:
             return None
         num_ctas = None if self.most_ctas is None else self.most_ctas.on(tuple(ranks))
         with collective("making process groups"):
