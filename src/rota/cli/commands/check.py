@@ -54,7 +54,8 @@ def _parse_multiprocessors(text: str) -> int:
     type=Value("multiprocessors", _parse_multiprocessors),
     metavar="N",
     help="as --device, for devices with N multiprocessors, or those of a device such as h100: also prove that no order "
-    "in which a device serves its streams can hang, and say how many CTAs a kernel of NCCL may have for that",
+    "in which a device serves its streams can hang, and say how many CTAs a kernel of NCCL may have for that (default: "
+    "room on devices is not checked)",
 )
 @common.flag(
     "--torch",
