@@ -3,8 +3,6 @@
 Property tests draw the same examples in every run, and none of them is timed. Ctrl-C can be tested anywhere.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

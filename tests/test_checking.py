@@ -1,7 +1,5 @@
 """Every way to break a plan is refused for the right reason, and the message can be believed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

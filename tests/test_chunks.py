@@ -1,7 +1,5 @@
 """Chunks of samples: which orders are refused, and Seq1F1B at every size."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

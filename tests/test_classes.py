@@ -1,7 +1,5 @@
 """Micro-batches that differ: durations and sizes per class of them, and placements and plans that hold these."""
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Callable

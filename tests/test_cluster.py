@@ -1,7 +1,5 @@
 """Links, clusters and costs, and their text."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 from math import ceil

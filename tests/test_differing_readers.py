@@ -1,7 +1,5 @@
 """Whatever reads a plan reads one whose micro-batches differ: against the same step written with a stage per size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Arrows go one way: who may import what, inside rooms too, and that `import rota` stays light."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from graphlib import TopologicalSorter

@@ -1,7 +1,5 @@
 """Rota reads no pickle: not from a file, a socket, or another process."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

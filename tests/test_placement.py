@@ -1,7 +1,5 @@
 """Tasks, edges and ranks of one micro-batch: what `place` makes, streams, routes, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Plans: their graph, orders of service, and their text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The nouns: LayerCosts as stages, by hand; profiles and clusters as files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading documents: every complaint names the path, the value and what belongs there."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Nouns that are made from others keep all of their fields, except those that they are made to change."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The schedule CSV comes back as it went, nonsense is told, and what it cannot say is refused."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Placements by their pictures."""
 
-from __future__ import annotations
-
 import pytest
 
 from rota.core.cluster import Cluster

@@ -1,7 +1,5 @@
 """The simulated times are the earliest that the definition allows, and memory is what a naive replay counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Searches that are ended: every part looks often enough, counted in calls and not timed, and nothing is lost."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

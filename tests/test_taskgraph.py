@@ -1,7 +1,5 @@
 """Earliest, latest, slack and cycles of the task graph against brute force on small random graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`print(noun)` and a noun in the interactive interpreter are one line; `to_text` has the rest."""
 
-from __future__ import annotations
-
 import inspect
 from fractions import Fraction
 from typing import Any

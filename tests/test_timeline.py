@@ -1,7 +1,5 @@
 """Timelines: the critical path, the spans, and their text."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """One canary for each thing that Rota relies on and PyTorch does not promise: a failure names what has changed."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from datetime import timedelta

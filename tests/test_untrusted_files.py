@@ -1,7 +1,5 @@
 """Small files that ask for much, and what else a stranger may have written. Large ones are in tests/fuzz."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Idle time by cause: it adds up, each cause is what docs/explain.md says it is, and what would help was simulated."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable

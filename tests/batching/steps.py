@@ -1,7 +1,5 @@
 """Random steps of micro-batches that differ, and their exact optimum by a CP-SAT model of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """No bound is above the optimum of the plans that it is about, and plans are close to it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Groups are those that take the least time in all, of all that may be."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings, strategies as st
 

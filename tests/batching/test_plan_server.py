@@ -1,7 +1,5 @@
 """The planner's process by itself: a model in, plans out."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

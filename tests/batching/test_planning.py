@@ -1,7 +1,5 @@
 """Plans of batches: complete, within memory, timed right, the same every time, and no sample lost."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st

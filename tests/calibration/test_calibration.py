@@ -1,7 +1,5 @@
 """Measured costs: what was perturbed is found again, to the µs, and planned by."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Costs as functions of sizes, and fitted to costs at some sizes: what was put in comes out, and the error is said."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

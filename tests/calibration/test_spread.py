@@ -1,7 +1,5 @@
 """Advice follows what the measured ops can tell, not their noise."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`rota autoplan`: from a profile or a model's file to a plan that says how it is used."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rota checkpoint ls`, `verify` and `export`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The command line in one process: files between commands, exit codes, one-line errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

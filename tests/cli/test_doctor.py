@@ -1,7 +1,5 @@
 """`rota doctor` on this machine, with real processes: its report, its JSON, its exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """rota export and rota import: what goes out comes back, and what cannot is told in a line."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Exit codes: 2 for arguments and files that must be changed first, 1 for what was tried and refused or failed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`rota explain`, `rota import trace`, traces by `rota show`, and colour."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

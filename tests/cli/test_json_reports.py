@@ -1,7 +1,5 @@
 """`--json`: every report has its figures in a form that programs read."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

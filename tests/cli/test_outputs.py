@@ -1,7 +1,5 @@
 """Where commands write: nothing is lost without --force, and no file is there in half."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

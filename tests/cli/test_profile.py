@@ -1,7 +1,5 @@
 """`rota profile` in one process: the file of a model, what it lacks, the cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

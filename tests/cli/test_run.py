@@ -1,7 +1,5 @@
 """`rota run` and `rota demo` as a user types them, in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`rota plan search`, `rota plan search --frontier` and `rota check --bound`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A line says what a plan counts of its transfers, and `rota plan` takes measured links."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

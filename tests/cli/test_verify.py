@@ -1,7 +1,5 @@
 """`rota verify` and `rota run --verify`: exact or not, on a plan's own processes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Planned against measured: each cause of a delay ends up in its own part, and the parts add up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

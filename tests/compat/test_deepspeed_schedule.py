@@ -1,7 +1,5 @@
 """The deepspeed door: schedules of instructions, as DeepSpeed has them, and as plans."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

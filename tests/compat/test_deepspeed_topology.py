@@ -1,7 +1,5 @@
 """The deepspeed door: grids of ranks, cuts of layers, specs and configuration, without processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The deepspeed door trains: any cut, schedule and layers, as the unsplit model does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

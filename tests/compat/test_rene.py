@@ -1,7 +1,5 @@
 """René's door: instructions, rules, times, the critical path, pictures and the frontier."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from itertools import pairwise, product

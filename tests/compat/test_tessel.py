@@ -1,7 +1,5 @@
 """Tessel's door: its document's example, blocks and schedules, the composer, the files and the command."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from itertools import count

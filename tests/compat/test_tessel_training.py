@@ -1,7 +1,5 @@
 """Schedules that Tessel's composer made run, with modules for their blocks, and give the unsplit model's gradients."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The torchdistpackage door: steps, evaluation and norms equal the unsplit model's; the page's example runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The varuna door in one process: where it cuts, what it refuses, and which configuration it picks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import combinations, pairwise

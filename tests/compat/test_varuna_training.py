@@ -1,7 +1,5 @@
 """The varuna door: losses, norms, evaluation and resumed trainings equal those of the unsplit model."""
 
-from __future__ import annotations
-
 import math
 import threading
 from pathlib import Path

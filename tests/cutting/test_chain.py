@@ -1,7 +1,5 @@
 """Cuts of a chain against all there are."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import combinations_with_replacement, pairwise
 

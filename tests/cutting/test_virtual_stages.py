@@ -1,7 +1,5 @@
 """`cut` against all cuts there are: ranks with several stages, limits, slow ranks, recomputation."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import combinations
 from typing import Any

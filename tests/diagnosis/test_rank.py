@@ -1,7 +1,5 @@
 """What ranks measure and compute, on real processes: also that what is wrong there is found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

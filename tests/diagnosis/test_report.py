@@ -1,7 +1,5 @@
 """Findings from what ranks told, as text and JSON: devices that are not here, many links, and failures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

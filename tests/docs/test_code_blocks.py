@@ -1,7 +1,5 @@
 """The code blocks of the docs run."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

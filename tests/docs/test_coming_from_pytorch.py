@@ -1,7 +1,5 @@
 """The scripts of docs/coming-from-pytorch.md: on two ranks, the losses are those of the plain loop."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Each example trains as the commands in its docstring say."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

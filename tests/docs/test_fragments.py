@@ -1,7 +1,5 @@
 """The pieces of code in docs/running.md and docs/mesh.md run, each where the text around it puts it."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What users read is plain English: a few phrases that are not have crept in before."""
 
-from __future__ import annotations
-
 import re
 
 from support import ROOT

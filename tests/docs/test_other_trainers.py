@@ -1,7 +1,5 @@
 """The code and the commands of docs/other-trainers.md run, but for DeepSpeed's, which needs processes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

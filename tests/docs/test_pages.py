@@ -1,7 +1,5 @@
 """What the pages say is there: links, files, names in code, commands with their options, `make` targets."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

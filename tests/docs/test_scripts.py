@@ -1,7 +1,5 @@
 """The scripts of pages train by the commands of their page, as the page says."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

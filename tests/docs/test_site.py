@@ -1,7 +1,5 @@
 """The reference of the site has every public name, once."""
 
-from __future__ import annotations
-
 import pydoc
 import re
 from collections import Counter

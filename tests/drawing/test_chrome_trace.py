@@ -1,7 +1,5 @@
 """Chrome traces have the fields that Perfetto reads, and say what the timeline says."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

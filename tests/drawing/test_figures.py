@@ -1,7 +1,5 @@
 """Figures and files show exactly what the timeline says."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The page as a file: small, whole, and sure of itself. The tests in browser/ look at what a browser makes of it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """Terminal charts show what the timeline says, in the room they are given; shapes that figures are tested with too."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from fractions import Fraction

@@ -3,8 +3,6 @@
 A target is a type of file, or the folder of a checkpoint.
 """
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

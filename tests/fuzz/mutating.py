@@ -1,7 +1,5 @@
 """Files with something wrong in them: values, lines, cells or bytes that are others, elsewhere, there twice or gone."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the mutants are made from: real files of each type, small, and as different as they come."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from functools import cache

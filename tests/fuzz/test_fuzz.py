@@ -1,7 +1,5 @@
 """Wrong files are refused in words or read right: a few here, and 258,000 by `make fuzz`, which sets ROTA_FUZZ."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource

@@ -3,8 +3,6 @@
 What is read is used by functions of which none may raise an error, but where `tried` lets it refuse.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """DeepSpeed's boundaries, and its order."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Megatron's layouts: its own examples, an independent reading of its rules, and whatever strings there are."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

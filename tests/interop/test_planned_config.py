@@ -1,7 +1,5 @@
 """Configs of torchtitan 0.3 take the plan's cuts and batch, and the model's `pipelining_fn` refuses other models."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace

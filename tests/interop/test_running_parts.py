@@ -1,7 +1,5 @@
 """A model runs in torchtitan's parts, or is refused with the module that a part lacks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """PyTorch's engine runs a CSV with communication in its order: recorded over Gloo, and compared with the export."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The modules of each stage, torchtitan's files as they are written and read, and what neither can be."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

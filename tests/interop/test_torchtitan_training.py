@@ -3,8 +3,6 @@
 And the page's way into DeepSpeed gives each stage its layers.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

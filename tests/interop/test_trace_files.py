@@ -1,7 +1,5 @@
 """Traces written from timelines that are known: what is read from them is what was written, or a refusal."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

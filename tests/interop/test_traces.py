@@ -1,7 +1,5 @@
 """Runs of PyTorch's own schedules, traced by torch.profiler: imported as what ran, and explained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`rota.add_loss` outside of a pipeline."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights on one memory that are not one parameter: refused where stages would lose what they share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

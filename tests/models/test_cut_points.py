@@ -1,7 +1,5 @@
 """CutPoints anywhere in a forward: what runs between them computes as in the model, or the split says why it cannot."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

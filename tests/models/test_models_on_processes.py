@@ -8,8 +8,6 @@ The whole model is trained on the same micro-batches. So CLIP's contrastive loss
 and BatchNorm (ResNet) takes its statistics from one micro-batch, which is what a pipeline promises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path

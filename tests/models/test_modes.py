@@ -1,7 +1,5 @@
 """A model that is trained in eval(): where that makes a difference."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

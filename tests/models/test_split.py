@@ -1,7 +1,5 @@
 """split: the stages of a model do what the model does, bit by bit, with the model's own parameters and names."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Iterable

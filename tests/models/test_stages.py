@@ -1,7 +1,5 @@
 """Stages wired by hand: edges, inputs, groups of neighbours, and what is said when they do not fit."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from itertools import combinations

@@ -1,7 +1,5 @@
 """autoplan: never worse than a named schedule on equal layers, bounds that hold, and what it says."""
 
-from __future__ import annotations
-
 import math
 import re
 import signal

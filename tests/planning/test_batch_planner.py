@@ -1,7 +1,5 @@
 """rota.Planner: each batch gets its plan from another process, while the batch before it runs."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The choice among measured plans."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

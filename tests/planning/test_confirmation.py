@@ -1,7 +1,5 @@
 """confirm: what was measured decides, and is what the answer shows; with times that are given, never taken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median

@@ -1,7 +1,5 @@
 """Language models of transformers by their config: what is made of it, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

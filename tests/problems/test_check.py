@@ -1,7 +1,5 @@
 """The checker notices each kind of wrong file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

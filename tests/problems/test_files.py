@@ -1,7 +1,5 @@
 """Every reference problem: the checker accepts it, Rota agrees with the checker, and make.py makes it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """problems/run.py: what is closed and what is better, and files that only ever get better."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a profile of several sizes measures: on a busy machine, and in a given time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Predicted bytes against those that are alive while the runtime's own `Compute` runs a stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Floating-point operations of estimates: every layout and operator against plain products of the same size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Profiles of models on a GPU, where there is one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """profile_layers: cuts, optimizers, estimates and the cache; no test here looks at how long anything took."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

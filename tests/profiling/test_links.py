@@ -1,7 +1,5 @@
 """Links from times of messages, and measured between real processes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

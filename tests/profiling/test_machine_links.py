@@ -1,7 +1,5 @@
 """Links of this machine: measured once, then kept for as long as they hold."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Forwards that need data cannot be estimated: one line says which module, what it does, where, and what to do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Profiling runs stages of all sorts, also real models' blocks, and a storage watch changes none of their gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

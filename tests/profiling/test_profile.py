@@ -1,7 +1,5 @@
 """Measured costs: bytes counted independently, times of known work, nothing touched."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

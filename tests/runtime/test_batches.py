@@ -1,7 +1,5 @@
 """Batches of any shape, from step to step: weighted as they should be, and known shapes are not told again."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from pathlib import Path
 from typing import Any

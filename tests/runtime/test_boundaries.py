@@ -1,7 +1,5 @@
 """Whatever crosses a boundary, between ranks or on one, the gradients are the unsplit model's."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that were given other rows than they should: seen in the first step, with the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`forward` and `evaluate` on training placements; buffers change once a micro-batch, and not in evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank leaves of its last step for `rota run`, and how that ends."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """A closed pipeline leaves nothing behind, and a running one does not grow."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Weights of a loss_fn belong to no stage and are refused; as the model's last module they are trained."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What `loss_fn` may return: a mean, (sum, count), a dict with metrics; the same numbers on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models made without weights: each process initializes its own stages, and what nobody has filled is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Steps with plans of their own hold no more than these plans say, wherever the longest sample is in the step.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Meshes: which process is where, placements with replicas, and meshes that do not fit."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

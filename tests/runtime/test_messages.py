@@ -1,7 +1,5 @@
 """What crosses a boundary comes out as it went in, and its layout says all but the numbers."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from enum import IntEnum
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A batch as micro-batches: nothing dropped, nothing split by guess, each with its share of the mean loss."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A loss that is nan or infinite raises on all ranks, before an optimizer sees its gradients, and says where it is."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samples packed into rows, each attending only to itself: every gradient is that of the samples one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

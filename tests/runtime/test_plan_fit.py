@@ -1,7 +1,5 @@
 """Plans and stages that do not fit together are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

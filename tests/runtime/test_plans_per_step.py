@@ -1,7 +1,5 @@
 """A plan of its own for each step: micro-batches of any sizes and number, in any order, against the unsplit model."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Autocast and gradient scalers give, bit by bit, what they give the unsplit model."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pretrained safetensors folders load into the stages of one process, or are refused with what does not fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes find each other at a store that earlier starts have written to; communicators are aborted all at once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Whatever `check` lets pass runs to its end, with the unsplit model's losses and gradients."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

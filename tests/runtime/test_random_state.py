@@ -1,7 +1,5 @@
 """Dropout depends on step, stage and micro-batch alone, and all ranks' random states stay in step."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

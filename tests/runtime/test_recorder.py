@@ -1,7 +1,5 @@
 """Records of several clocks become one timeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

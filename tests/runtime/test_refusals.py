@@ -1,7 +1,5 @@
 """What must not run is not started: every rank says so, and none waits for another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

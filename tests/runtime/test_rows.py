@@ -1,7 +1,5 @@
 """A plan is for micro-batches of some size: a step with others says so, once, and so does what compares them."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stderr
 from dataclasses import replace

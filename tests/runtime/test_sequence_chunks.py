@@ -1,7 +1,5 @@
 """Samples in chunks along their length: every gradient is that of the unsplit model on the whole samples."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

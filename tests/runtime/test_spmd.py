@@ -1,7 +1,5 @@
 """A stage on several ranks: fed and read as placed, with the unsplit model's gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

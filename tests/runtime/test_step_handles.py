@@ -1,7 +1,5 @@
 """Steps of `begin_step`: the values of steps that wait, and nothing that is refused gets lost."""
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`rota run` says every ten seconds how the training goes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

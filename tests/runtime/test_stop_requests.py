@@ -1,7 +1,5 @@
 """SIGTERM and SIGUSR1: noted, agreed on, and given back."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

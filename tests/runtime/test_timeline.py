@@ -1,7 +1,5 @@
 """The measured timeline: one on all ranks, possible, and true to the clock, however busy the machine is."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

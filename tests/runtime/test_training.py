@@ -1,7 +1,5 @@
 """Training with an optimizer of one's own, and running forwards only."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

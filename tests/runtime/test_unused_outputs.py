@@ -1,7 +1,5 @@
 """What no micro-batch uses has no gradient, and neither have the weights that made it, as in the unsplit model."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Updates between steps: by an optimizer of other weights, on some ranks only, within a step, clipped rank by rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

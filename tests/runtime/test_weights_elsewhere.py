@@ -3,8 +3,6 @@
 The whole model is gathered on the first rank.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules of two chains in opposite directions: Chimera and DualPipe."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Every named schedule at every size: valid where it is defined, and elsewhere it names sizes that work."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 After a wanted change: ROTA_WRITE_GOLDEN=1 pytest tests/schedules/test_golden_plans.py, then read the difference.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

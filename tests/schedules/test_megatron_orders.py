@@ -7,8 +7,6 @@ turn, then the backwards that are left. A forward takes what the table says; the
 of unit k, and of that chunk the micro-batch that has waited longest.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Our orders are, op for op, those that PyTorch's schedule classes compute; the CSV goes to PyTorch and comes back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The named schedules: valid everywhere they are defined, as fast and as small as published, and as PyTorch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from unittest.mock import MagicMock

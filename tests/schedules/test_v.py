@@ -1,7 +1,5 @@
 """Schedules of a chain that turns at the last rank and comes back: ZB-V, DualPipeV, V-Half and V-Min, Hanayo."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """List scheduling never breaks the limit and never gets stuck where one micro-batch at a time fits."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

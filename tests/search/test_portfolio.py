@@ -1,7 +1,5 @@
 """`find_plan` as a whole: right figures, within limits, never worse than a named schedule, equal to brute force."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

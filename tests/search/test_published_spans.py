@@ -1,7 +1,5 @@
 """The spans of the search beside those of the published scheduler of zero bubble: on few ranks, never longer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

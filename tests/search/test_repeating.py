@@ -1,7 +1,5 @@
 """A step with a middle that repeats: least period, shortest whole, and any number of periods in between."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from random import Random

@@ -1,7 +1,5 @@
 """Shared links, costs of messages and gaps: what the search says of them, against the simulator and all orders."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import suppress

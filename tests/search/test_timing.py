@@ -1,7 +1,5 @@
 """The compiled replay against the simulator: times, memory, and what transfers hold."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

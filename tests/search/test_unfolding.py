@@ -1,7 +1,5 @@
 """Micro-batches that differ, searched: against all plans of tiny placements, with and without the sequence kept."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a search is asked for: refused in one line, with value and remedy, before anything is searched."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

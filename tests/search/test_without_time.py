@@ -1,7 +1,5 @@
 """A search without time has the best quick named schedule all the same, and a first one on a machine is no slower."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A rank without torch: python -m support.bare_rank FILE runs the file with `report`, `rank`, `count` and `line`."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

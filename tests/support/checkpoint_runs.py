@@ -1,7 +1,5 @@
 """Trainings that are saved and resumed on other plans, and what is in their checkpoints."""
 
-from __future__ import annotations
-
 import json
 import struct
 import tempfile

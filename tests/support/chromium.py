@@ -1,7 +1,5 @@
 """A real browser: Debian's Chromium. tests/conftest.py has its fixture."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -4,8 +4,6 @@
 How the command line starts processes is tested with real ones, such as in tests/cli/test_run.py.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import runpy

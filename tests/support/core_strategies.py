@@ -3,8 +3,6 @@
 Each strategy is made once: to look into a new one takes Hypothesis longer than to draw from it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models with CutPoints whose forward returns the loss, and the same training without any of ours."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """When the kernels of device programs run, if each takes its planned time and no device runs out of room for them."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from graphlib import TopologicalSorter

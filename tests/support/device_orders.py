@@ -1,7 +1,5 @@
 """Lists of steps for a device, and ways to enqueue them wrongly."""
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence

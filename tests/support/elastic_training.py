@@ -5,8 +5,6 @@ It writes each step's loss to `losses` in the working folder. `faults.json` ther
 what], each once; `who` is a rank, or what the environment's NODE says.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

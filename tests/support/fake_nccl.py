@@ -10,8 +10,6 @@
 Nothing takes time: all go on as far as they can, and what is left then hangs.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Sequence
 

@@ -1,7 +1,5 @@
 """A chain of three stages, one of which goes wrong in the forward or backward of one micro-batch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

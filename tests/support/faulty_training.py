@@ -1,7 +1,5 @@
 """A training in which something goes wrong on one process, and what must come of it, wherever it was."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Processes of their own for a test in which some of them hang, fail or are ended."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each has its batch as keyword arguments, with padding where the model has a mask
 Without dropout, so that whole and split give equal numbers; `make_model` seeds, and gives fp64 in training mode.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks values against the part of JSON Schema that our schemas use, and refuses schemas that use more."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

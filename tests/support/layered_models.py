@@ -1,7 +1,5 @@
 """A GPT, a ResNet and a model of two branches, small, each with a batch and a loss: what profiles are tested on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 PYTHONPATH=tests python -m support.layers      writes it into CONTRIBUTING.md, prints the longest chain of imports
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Steps whose losses are means or have counts, with losses that stages add, and the same by the unsplit model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Timelines as a run would measure them: ops and transfers that take what they take, and start when they get to it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Training on a mesh, in any precision, and the same by the unsplit model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The text of a small MODEL.py."""
 
-from __future__ import annotations
-
 MODEL = """
 import torch
 

@@ -4,8 +4,6 @@ The whole model is trained on the same micro-batches, one after another: that is
 counts where rows of a micro-batch mix, as in BatchNorm and in contrastive losses.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tests that were written for the CPU, on another device: stages are moved before their pipeline is made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass

@@ -1,7 +1,5 @@
 """Small models, and the comparison of a pipeline's step with the unsplit model's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages of all sorts that a backward can be split for: each takes one tensor of (ROWS, WIDTH)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests take from the pages in docs/: their code, and the commands that they show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

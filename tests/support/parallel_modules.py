@@ -1,7 +1,5 @@
 """Modules for a stage on several ranks, without a group the whole ones; and steps, compared by parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

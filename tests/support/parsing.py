@@ -1,7 +1,5 @@
 """The commands of `rota`, and command lines that are parsed, but not run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from unittest.mock import patch
 

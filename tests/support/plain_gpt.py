@@ -1,7 +1,5 @@
 """A GPT as torchtitan's models are, and a step of it by torchtitan's config and PyTorch alone: nothing of Rota."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A standing pool of worker processes, so that a test pays for starting torch once a session."""
 
-from __future__ import annotations
-
 import copy
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """The modules of problems/, which are scripts rather than a package."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

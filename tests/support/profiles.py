@@ -1,7 +1,5 @@
 """Profiles, with their options as keyword arguments."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

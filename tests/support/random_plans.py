@@ -1,7 +1,5 @@
 """Random stage graphs, placements and orders, by seed: as odd as `check` lets them be."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The times of a plan counted once more, µs by µs, from the words of docs/model.md alone: no graph, no routes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from rota.core.cluster import Cluster, Link

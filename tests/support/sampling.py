@@ -1,7 +1,5 @@
 """How much `make test` runs of what sweeps over many cases; `make test-sweep` runs all of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from pathlib import Path

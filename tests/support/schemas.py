@@ -1,7 +1,5 @@
 """The JSON schemas of the files that others may write: PYTHONPATH=tests python -m support.schemas writes them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

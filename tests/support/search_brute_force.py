@@ -1,7 +1,5 @@
 """Tiny random placements, and the best plan for them found by trying all."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

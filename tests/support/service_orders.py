@@ -4,8 +4,6 @@ A kernel takes a place when it starts, and keeps it until it ends; one that meet
 have started. A device starts any kernel that is first on its stream and waits for nothing, if it has a place left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

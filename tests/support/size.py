@@ -1,7 +1,5 @@
 """How many lines of Python there are, room by room: `PYTHONPATH=tests python -m support.size`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

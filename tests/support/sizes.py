@@ -1,7 +1,5 @@
 """Sizes that the schedules are tried at."""
 
-from __future__ import annotations
-
 from support.sampling import IS_WHOLE
 
 MOST_RANKS = 8 if IS_WHOLE else 6

@@ -3,8 +3,6 @@
 It can run in chunks: it has places from an embedding, and rotated keys in its second block.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """A planner of batches by a fixed budget of tokens, with 1F1B: what `rota.Planner` calls in its process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """PyTorch's pipeline schedules, asked without processes: what they compute, and what they take."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces as torch.profiler would write them, of timelines that are known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Time as watchdogs count it: in these tests it passes only when a test lets it, however fast the machine is."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """verify on unmodified models, and on those that cannot run in float64 or keep tensors of an earlier forward."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """verify where numbers are NaN or infinite: equal ones are equal, others are not passed over."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

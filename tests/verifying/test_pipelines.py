@@ -1,7 +1,5 @@
 """verify on the processes of a Pipeline: its plan runs, and the first process holds the unsplit model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """verify in one process: exact models are, and each way not to be is named."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import UserDict

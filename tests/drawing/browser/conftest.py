@@ -1,7 +1,5 @@
 """Pages of timelines, opened in a real browser from disk."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

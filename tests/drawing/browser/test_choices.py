@@ -1,7 +1,5 @@
 """Links, filters, causes, and two timelines aligned."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

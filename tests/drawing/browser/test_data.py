@@ -1,7 +1,5 @@
 """The page knows exactly what the timeline says."""
 
-from __future__ import annotations
-
 import pytest
 
 import rota

@@ -1,7 +1,5 @@
 """Whoever looks gets around: pointing, zooming, moving, walking."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

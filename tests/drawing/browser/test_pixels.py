@@ -1,7 +1,5 @@
 """Pixel truth: at every zoom what is drawn covers what is busy, so that bubbles neither vanish nor grow."""
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_right
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Hostile names, the policy, and what eyes and windows there are."""
 
-from __future__ import annotations
-
 import pytest
 
 from drawing.browser.timelines import one_f_one_b

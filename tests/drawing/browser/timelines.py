@@ -1,7 +1,5 @@
 """Timelines that pages are made of."""
 
-from __future__ import annotations
-
 import random
 
 import rota

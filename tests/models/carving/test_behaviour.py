@@ -1,7 +1,5 @@
 """What stages of unmodified models do with other modes, inputs and models than the recorded ones."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Random numbers that forwards draw: those that decide nothing are no obstacle, others are shared or refused."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Unmodified models in stages give the loss, gradients and buffers of the whole, also for shapes not recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

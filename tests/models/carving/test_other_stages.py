@@ -1,7 +1,5 @@
 """What forwards ask about modules and values of other stages, and what of it is refused when the model is split."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

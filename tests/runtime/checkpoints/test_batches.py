@@ -1,7 +1,5 @@
 """Batches that go on where another process has left: each sample once per epoch, and the same random numbers."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Saving and loading: names, atomic and asynchronous writes, what is kept, what is refused."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

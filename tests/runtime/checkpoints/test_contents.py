@@ -1,7 +1,5 @@
 """What fits into a checkpoint and out of it again: groups, parts, ranks without weights; and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

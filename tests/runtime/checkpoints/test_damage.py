@@ -1,7 +1,5 @@
 """What has happened to a folder of checkpoints since they were saved: damage, other jobs, and ends without a close."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The folder of checkpoints, and the state of optimizers and schedulers by weight; no processes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

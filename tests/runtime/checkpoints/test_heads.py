@@ -1,7 +1,5 @@
 """What a rank's file has before its tensors: it comes back as it was, other readers know it, wrong ones are refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `commit` keeps in memory, and what a rank goes on from: the steps of the undisturbed run, to the bit."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

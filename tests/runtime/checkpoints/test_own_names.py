@@ -1,7 +1,5 @@
 """Checkpoints of unmodified models have their names: they resume on other cuts, and transformers loads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints that cannot be saved, or do not fit: refused on all ranks, and nothing changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint of any plan resumes on any other, exactly."""
 
-from __future__ import annotations
-
 import random
 from itertools import groupby
 from pathlib import Path

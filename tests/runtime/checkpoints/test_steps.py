@@ -1,7 +1,5 @@
 """`Checkpoints.steps`: on replicas; and what it keeps of a loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a commit or a checkpoint holds is all that the next step needs, or it is refused before any training is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

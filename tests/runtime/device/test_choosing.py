@@ -1,7 +1,5 @@
 """Whether all ranks' devices go together; what hosts send each other stays on the CPU, whatever the default device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Which device is this process's, with accelerators that are not there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

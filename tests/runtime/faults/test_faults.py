@@ -4,8 +4,6 @@ Those after the first six have the mark `faults`. All of these are processes by 
 `tests/runtime/launching/test_deaths.py`, have them under `rota run`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

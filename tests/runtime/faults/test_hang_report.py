@@ -1,7 +1,5 @@
 """What is said when a run does not go on, and when that is."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

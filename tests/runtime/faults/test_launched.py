@@ -1,7 +1,5 @@
 """Under `rota run` and torchrun: the first error is told first, one report once, and no process is left."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -6,8 +6,6 @@ message that it posts. In the first step a rank waits for the layouts of activat
 steps post receives two ops ahead. Each test lists all that can be told.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

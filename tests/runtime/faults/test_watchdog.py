@@ -1,7 +1,5 @@
 """Where a rank is stuck all end, in one message that says who waits for whom."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import math

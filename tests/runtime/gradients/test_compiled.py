@@ -1,7 +1,5 @@
 """Stages that torch.compile made give the unsplit model's gradients: whole, in I and W, and recomputed."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A step that cannot train what it should is refused in its first ops; what plain PyTorch leaves untrained stays so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

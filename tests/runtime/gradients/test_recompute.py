@@ -1,7 +1,5 @@
 """`Pipeline(recompute=…)`: backwards that run their stage's forward again give the same as those that kept it all."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """I and W together give what one backward gives, for any stage; each does its part once, and I frees what it can."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans with I and W, and with R, give the unsplit model's losses and gradients."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes of one training are killed in every phase of a step, in every role, at once, and during the recovery."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """A training that loses ranks, is asked to end, and goes on: by the undisturbed run's losses, to the bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What a run costs before its first step: a rank loads nothing that it does not run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Where a script's plan comes from, what is run of it, and the folder of a run."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """What `rota run` promises about the network, limits of time, and processes that a script forks."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

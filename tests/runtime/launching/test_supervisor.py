@@ -1,7 +1,5 @@
 """The supervisor of `rota run`, with processes that need no torch: who is named, who is ended, and what is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

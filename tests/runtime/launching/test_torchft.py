@@ -1,7 +1,5 @@
 """Replicas under torchft: one is lost with all its processes, the other goes on; it comes back with equal weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

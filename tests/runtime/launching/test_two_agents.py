@@ -3,8 +3,6 @@
 Both agents are on this machine, and meet on the loopback interface.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Bounds are proofs: never above the best of all orders; and where the best is known, as high as it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from random import Random

@@ -1,7 +1,5 @@
 """Certificates: a checker that knows nothing of Rota proves each bound from them, and never more than is true."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """The whole step as one model: equal to trying all orders, and proven."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

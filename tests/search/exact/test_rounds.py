@@ -1,7 +1,5 @@
 """All states of long steps, round by round: the optimum, its plan, and bounds before all rounds are done."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """Steps whose transfers hold memory: equal to trying all orders, and nothing is refused that has a plan."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

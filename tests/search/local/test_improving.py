@@ -1,7 +1,5 @@
 """Local search: never worse, always within memory, the same every time."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Windows of given orders, reordered: never worse, within memory, and the best where one window is all."""
 
-from __future__ import annotations
-
 import random
 from typing import Literal
 

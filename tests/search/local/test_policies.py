@@ -1,7 +1,5 @@
 """Climbing over policies: figures, limits, and the same answer every time."""
 
-from __future__ import annotations
-
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
 from rota.core.placing import wave

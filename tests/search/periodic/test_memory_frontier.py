@@ -1,7 +1,5 @@
 """Memory against period: less memory is slower, and every point keeps its limit, with what its transfers hold."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given, settings, strategies as st

@@ -1,7 +1,5 @@
 """The model of one period, annealed offsets and retiming."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 

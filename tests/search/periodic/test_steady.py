@@ -1,7 +1,5 @@
 """The best steady state: periods, proofs, and flat starts that hold without a replay."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 
