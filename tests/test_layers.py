@@ -4,16 +4,7 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 
-from support.layers import (
-    HEAVY,
-    MODULES,
-    PAGE,
-    ROOMS,
-    complaints,
-    contracted,
-    imports_of,
-    page,
-)
+from support.layers import HEAVY, MODULES, PAGE, ROOMS, complaints, contracted, imports_of, page
 
 
 def test_every_module_imports_only_what_its_row_allows() -> None:

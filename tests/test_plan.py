@@ -74,9 +74,7 @@ def hosted(num_microbatches: int = 2) -> Plan:
 def test_a_transfer_that_is_served_late_is_sent_before_the_op_that_runs_then() -> None:
     assert [
         str(action) for action in hosted().wire_order if not isinstance(action, Transfer) or action.sender == 0
-    ] == [
-        *("0F0", "0F0→1F0", "0F1", "0F1→1F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"),
-    ]
+    ] == [*("0F0", "0F0→1F0", "0F1", "0F1→1F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1")]
     tasks_first = hosted(3)  # the host is slower than the ops: transfers wait until rank 0 is done
     assert [t.source.microbatch for t in tasks_first.transfers if t.sender == 0] == [0, 1, 2]
 
@@ -92,11 +90,7 @@ def test_a_transfer_that_is_served_late_is_sent_before_the_op_that_runs_then() -
             "host a serves 0F0→1F0, a transfer that does not use it; remove it",
         ),
         (lambda order: (order, order), "unknown", "the plan has 2 service orders for 1 shared links"),
-        (
-            lambda order: (order[::-1],),
-            "cycle",
-            "the orders wait in a cycle: ",
-        ),
+        (lambda order: (order[::-1],), "cycle", "the orders wait in a cycle: "),
     ],
 )
 def test_wrong_orders_of_service_are_refused(

@@ -123,10 +123,7 @@ def test_no_message_may_be_missing_or_there_twice_or_elsewhere(plan: Plan, choos
             "0F0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0,1SEND_B0,1I0",
             "line 2, cell 3: 1SEND_B0 sends what is not made yet; put it after 1B0 or 1I0",
         ),
-        (
-            "0F0,0SEND_F0\n1F0,1RECV_F0",
-            "line 2, cell 1: 1F0 runs before its input has arrived; put 1RECV_F0 before it",
-        ),
+        ("0F0,0SEND_F0\n1F0,1RECV_F0", "line 2, cell 1: 1F0 runs before its input has arrived; put 1RECV_F0 before it"),
         (
             "0F0,0SEND_F0,,0B0\n1RECV_F0,1F0,1B0",
             "line 1, cell 4: 0B0 runs before its input has arrived; put 0RECV_B0 before it",
@@ -176,10 +173,7 @@ def test_b_is_i_and_w_where_the_placement_splits_it() -> None:
             place(Costs.uniform(3, edges=((0, 1), (1, 2), (0, 2))), Cluster.uniform(3)),
             "is for a chain, but this one also has 0F -> 2F",
         ),
-        (
-            place(Costs.uniform(3, edges=((0, 1),)), Cluster.uniform(3)),
-            "is for a chain, but this one lacks 1F -> 2F",
-        ),
+        (place(Costs.uniform(3, edges=((0, 1),)), Cluster.uniform(3)), "is for a chain, but this one lacks 1F -> 2F"),
         (bidirectional(Costs.uniform(2), Cluster.uniform(2)), "but this one lacks 1F -> 2F"),
         (
             Placement((Task(0, Kind.F, (0,), 1), Task(2, Kind.F, (0,), 1)), (Edge(0, 1),), Cluster.uniform(1)),

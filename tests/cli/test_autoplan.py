@@ -160,22 +160,13 @@ loss_fn = nn.functional.mse_loss
 @pytest.mark.parametrize(
     ("mark", "cuts", "told"),
     [
-        (
-            None,
-            "layers.*.mlp",
-            "at layers.0.mlp, because it is inside layers.0, .* with --cuts 'layers.*', or",
-        ),
+        (None, "layers.*.mlp", "at layers.0.mlp, because it is inside layers.0, .* with --cuts 'layers.*', or"),
         ("'inside'", None, "at layers.0.cut, because it is inside layers.0, .* call the CutPoint between bl"),
         (None, "layers.*", ""),
     ],
 )
 def test_cuts_that_no_other_trainer_can_make(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capsys,
-    mark: str | None,
-    cuts: str | None,
-    told: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys, mark: str | None, cuts: str | None, told: str
 ) -> None:
     """Refused because of the names in a profile, before anything is searched."""
     monkeypatch.chdir(tmp_path)
@@ -224,14 +215,8 @@ def test_a_run_has_the_replicas_of_the_plan(tmp_path: Path, monkeypatch: pytest.
     [
         ([], "nothing to plan; give MODEL.py, or --profile"),
         (["--profile", "PROFILE", "--node-link", "5us"], "--node-link is between nodes; give the ranks per node"),
-        (
-            ["--profile", "PROFILE", "--link", "5us", "--links", "PROFILE"],
-            "has all links; leave --link and --node out",
-        ),
-        (
-            ["--profile", "PROFILE", "--memory", "80"],
-            "'80' has no unit; write, for example, 80GB, or 80B for bytes",
-        ),
+        (["--profile", "PROFILE", "--link", "5us", "--links", "PROFILE"], "has all links; leave --link and --node out"),
+        (["--profile", "PROFILE", "--memory", "80"], "'80' has no unit; write, for example, 80GB, or 80B for bytes"),
         (["--profile", "PROFILE", "--memory", "80%"], "a share of which device's memory? give it in GB, or name"),
         (["--profile", __file__], "is a Python file; run a script with"),
         (["PROFILE"], "is not a Python file; give a profile with --profile "),
@@ -259,13 +244,7 @@ def test_the_largest_machine_is_looked_at(profile: str, capsys: Capsys) -> None:
     assert " of 100000" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("text", "link"),
-    [
-        ("5us,50GB/s", (5, 50_000)),
-        (" 2 µs , 100MB/s ", (2, 100)),
-    ],
-)
+@pytest.mark.parametrize(("text", "link"), [("5us,50GB/s", (5, 50_000)), (" 2 µs , 100MB/s ", (2, 100))])
 def test_links_as_people_write_them(text: str, link: tuple[int, int | None]) -> None:
     assert parse_link(text) == link
 

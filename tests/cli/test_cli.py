@@ -236,17 +236,9 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
             2,
             ["No such option '--mikrobatches'. Did you mean '--microbatches'?"],
         ),
-        (
-            ["check", "plan.json", "again.json"],
-            2,
-            ["unexpected extra argument (again.json); see rota check -"],
-        ),
+        (["check", "plan.json", "again.json"], 2, ["unexpected extra argument (again.json); see rota check -"]),
         (["run", "plan.json"], 2, ["Missing argument 'SCRIPT'; for example: rota run", "plan.json train.py"]),
-        (
-            ["run", "plan.json", "--timline", "m.json"],
-            2,
-            ["--timline comes after the plan; put"],
-        ),
+        (["run", "plan.json", "--timline", "m.json"], 2, ["--timline comes after the plan; put"]),
         (["check", "absent.json"], 2, ["absent.json", "No such file"]),
         (
             ["plan", "1f1b", "--ranks", "4", "--microbatches", "8", "--activation", "1GB", "--limit", "2.5GB"],
@@ -358,13 +350,7 @@ def test_charts_without_utf8(plan_file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [
-        ("40GB", 40 * 10**9),
-        ("512MiB", 2**29),
-        ("7", 7),
-        ("1.5 k", 1500),
-        (f"{10**18 + 1}", 10**18 + 1),
-    ],
+    [("40GB", 40 * 10**9), ("512MiB", 2**29), ("7", 7), ("1.5 k", 1500), (f"{10**18 + 1}", 10**18 + 1)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size

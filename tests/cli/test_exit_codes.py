@@ -33,10 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (f"plan search {_PLAN}", "rank 0 needs at least 1000000000 bytes"),
         (f"plan search {_PLAN} --objective period", "rank 0 needs at least 1000000000 bytes"),
         ("plan-batch sizes.json lengths.json --limit 100kB", "sample 0 of length 130 fits in no micro-batch"),
-        (
-            "autoplan --profile profile.json --ranks 2 --batch 8 --memory 1B --time-limit 600",
-            "found nothing that fits",
-        ),
+        ("autoplan --profile profile.json --ranks 2 --batch 8 --memory 1B --time-limit 600", "found nothing that fits"),
     ],
 )
 def test_what_does_not_fit_in_memory_is_a_failure(command: str, told: str, capsys: Capsys) -> None:

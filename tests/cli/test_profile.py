@@ -114,10 +114,7 @@ def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: Ca
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (
-            MODEL.replace("def make_batch", "def batches"),
-            "no function make_batch; it needs:\n    def make_model",
-        ),
+        (MODEL.replace("def make_batch", "def batches"), "no function make_batch; it needs:\n    def make_model"),
         (MODEL.replace("nn.Linear(4, 8)", "nn.Linear(4, -8)"), "make_model failed: RuntimeError: "),
         (MODEL.replace("return torch.zeros(rows, 4), ", "return "), "make_batch(2) did not return a pair"),
         (MODEL.replace("torch.zeros(rows, 4)", "torch.zeros(3, 4)"), "the batch for 2 rows has 3; return 2"),

@@ -95,11 +95,7 @@ def test_default_costs_distort_nothing(tmp_path: Path, capsys: Capsys) -> None:
         ("plan search --ranks 3 --microbatches 4 --time-limit 0", 2, "'--time-limit': 0.0 is not in the range"),
         ("plan 1f1b --ranks 3 --microbatches 4 --objective span", 2, "--objective is for `rota plan search`"),
         ("plan 1f1b --frontier --ranks 2", 2, "--frontier is for `rota plan search`; leave it out for 1f1b"),
-        (
-            "plan search --frontier --ranks 2 --microbatches 4",
-            2,
-            "--microbatches is of one plan, but --frontier",
-        ),
+        ("plan search --frontier --ranks 2 --microbatches 4", 2, "--microbatches is of one plan, but --frontier"),
     ],
 )
 def test_errors(arguments: str, code: int, told: str, capsys: Capsys) -> None:

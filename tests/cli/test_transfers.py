@@ -24,10 +24,7 @@ HOST = SharedLink("host a", 40, (0, 1), (0, 1))
     ("cluster", "line"),
     [
         (Cluster.uniform(2), FREE),
-        (
-            Cluster.uniform(2, None, 5),
-            "Included in the times: latency (5 µs).",
-        ),
+        (Cluster.uniform(2, None, 5), "Included in the times: latency (5 µs)."),
         (
             Cluster((None, None), Link(5, 100), ((0, 1, Link(7, 50)),)),
             "Included in the times: latency (5 µs to 7 µs), rate (50 MB/s to 100 MB/s).",

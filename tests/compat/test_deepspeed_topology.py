@@ -10,11 +10,7 @@ from torch import nn
 from rota.compat.deepspeed import LayerSpec, TiedLayerSpec
 from rota.compat.deepspeed.engine import _num_microbatches, _optimizer, _read, initialize
 from rota.compat.deepspeed.layers import _measured_here_us, partition, refuse_unfit
-from rota.compat.deepspeed.topology import (
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
+from rota.compat.deepspeed.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from rota.compat.deepspeed.utils import partition_balanced, partition_uniform, prefix_sum_inc
 from rota.core.errors import FormatError, SplitError
 

@@ -87,11 +87,7 @@ TARGETS = {
         1_000,
     ),
     "boundaries": Target(
-        seeds.boundaries_texts,
-        "boundaries.json",
-        _text_of(deepspeed.read_boundaries),
-        verdicts.of_boundaries,
-        500,
+        seeds.boundaries_texts, "boundaries.json", _text_of(deepspeed.read_boundaries), verdicts.of_boundaries, 500
     ),
 }
 

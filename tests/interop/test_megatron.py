@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rota import Cluster, Costs, FormatError, PlacementError, ScheduleError, SplitError, interleaved, place
-from rota.interop.megatron import (
-    Layout,
-    layout_for,
-    layout_of,
-    plan_of,
-    read_layout,
-    runs_in_this_order,
-    write_layout,
-)
+from rota.interop.megatron import Layout, layout_for, layout_of, plan_of, read_layout, runs_in_this_order, write_layout
 from rota.schedules import NAMED
 from support.sampling import some
 
@@ -121,15 +113,7 @@ def test_layouts_that_do_not_fit_the_ranks() -> None:
         read_layout("EtL", 0)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Et*1000000000|L",
-        f"Et*{'9' * 5000}|L",
-        "E(t*9999|)*9999|L",
-        f"E{'(' * 50000}",
-    ],
-)
+@pytest.mark.parametrize("text", ["Et*1000000000|L", f"Et*{'9' * 5000}|L", "E(t*9999|)*9999|L", f"E{'(' * 50000}"])
 def test_a_short_text_fills_no_memory(text: str) -> None:
     with pytest.raises(FormatError, match=r"at most|is not E, t, m, L"):
         read_layout(text, 1)

@@ -25,10 +25,7 @@ from support.pool import Pool
 pytestmark = pytest.mark.dist
 
 NUM_MICROBATCHES = 6
-PARTS = {
-    2: ("layers.3",),
-    4: ("layers.1", "layers.3", "layers.5"),
-}
+PARTS = {2: ("layers.3",), 4: ("layers.1", "layers.3", "layers.5")}
 MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
 
 

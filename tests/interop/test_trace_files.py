@@ -92,9 +92,7 @@ def test_the_wait_of_an_op_that_computes_nothing_is_no_part_of_it(on_accelerator
                 starts[i] = ends[i] = max(free, arrived[op])
             free = ends[i]
         timeline = replace(
-            timeline,
-            starts_us=(tuple(starts), *timeline.starts_us[1:]),
-            ends_us=(tuple(ends), *timeline.ends_us[1:]),
+            timeline, starts_us=(tuple(starts), *timeline.starts_us[1:]), ends_us=(tuple(ends), *timeline.ends_us[1:])
         )
         imported = import_traces(written(tmp_path, timeline, [0, 0, 0], on_accelerator))
         assert columns(imported.timeline) == columns(timeline)

@@ -56,12 +56,7 @@ def test_modules_that_depend_on_the_mode(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [
-        nn.Dropout(0.0),
-        nn.BatchNorm1d(2, track_running_stats=False),
-        nn.MultiheadAttention(2, 1),
-        Functional(0.0),
-    ],
+    [nn.Dropout(0.0), nn.BatchNorm1d(2, track_running_stats=False), nn.MultiheadAttention(2, 1), Functional(0.0)],
 )
 def test_modules_that_do_not(module: nn.Module) -> None:
     assert not told(module.eval())

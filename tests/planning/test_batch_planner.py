@@ -203,11 +203,7 @@ def differing(rank: int, how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("lengths", "samples of different lengths"),
-        ("fewer", "differ in their number of batches"),
-    ],
+    ("how", "message"), [("lengths", "samples of different lengths"), ("fewer", "differ in their number of batches")]
 )
 def test_loaders_that_differ_are_refused_on_all_ranks(pool: Pool, how: str, message: str) -> None:
     first, second = pool.run(2, differing, how)

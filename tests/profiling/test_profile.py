@@ -132,8 +132,7 @@ class EndsItsProcess(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("act", "how"),
-    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "signal 9"), (lambda: os._exit(0), "exit code 0")],
+    ("act", "how"), [(lambda: os.kill(os.getpid(), signal.SIGKILL), "signal 9"), (lambda: os._exit(0), "exit code 0")]
 )
 def test_a_process_that_is_gone_is_noticed_by_those_that_wait_for_it(act: Callable[[], Any], how: str) -> None:
     """The first two are at a barrier by then."""

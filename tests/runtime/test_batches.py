@@ -257,11 +257,7 @@ def steps(rank: int, plan: Plan, all_rows: list[int], whole: bool) -> list[Any]:
 
 @pytest.mark.parametrize(("kind", "whole"), [("1f1b", False), ("I and W", True), ("R", True)])
 def test_encodings_of_any_number_of_rows(pool: Pool, kind: str, whole: bool) -> None:
-    plans = {
-        "1f1b": plan_for(2),
-        "I and W": plan_for(2, "zb_h1", weight_us=1),
-        "R": plan_for(2, recompute_us=1),
-    }
+    plans = {"1f1b": plan_for(2), "I and W": plan_for(2, "zb_h1", weight_us=1), "R": plan_for(2, recompute_us=1)}
     all_rows = [8, 7, 8, 3, 1, 2, 13]
     by_rank = pool.run(2, steps, plans[kind], all_rows, whole)
     for step, rows in enumerate(all_rows):

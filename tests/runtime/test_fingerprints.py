@@ -81,10 +81,7 @@ WRONG: dict[str, tuple[Loader, int, list[str]]] = {
     "a DistributedSampler": (
         default_numbers,
         1,
-        [
-            "rank 0 and rank 1 are of one pipeline, but were given different inputs[0] (first in micro-batch 0)",
-            SAMPLER,
-        ],
+        ["rank 0 and rank 1 are of one pipeline, but were given different inputs[0] (first in micro-batch 0)", SAMPLER],
     ),
     "a DistributedSampler on replicas": (
         default_numbers,
@@ -92,11 +89,7 @@ WRONG: dict[str, tuple[Loader, int, list[str]]] = {
         ["rank 0 of replica 0 and rank 1 of replica 0 are of one pipeline"],
     ),
     "seeds": (own_seeds, 1, ["were given different inputs[0]", SAMPLER, "torch.manual_seed", "accelerator.prepare"]),
-    "no sampler": (
-        no_sampler,
-        2,
-        ["replicas 0 and 1 were given the same data", "With a DataLoader", SAMPLER],
-    ),
+    "no sampler": (no_sampler, 2, ["replicas 0 and 1 were given the same data", "With a DataLoader", SAMPLER]),
 }
 
 

@@ -14,20 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import rota
-from rota import (
-    Cluster,
-    Costs,
-    Op,
-    Pipeline,
-    Placement,
-    Plan,
-    Size,
-    SizeModel,
-    Stages,
-    interleaved,
-    place,
-    simulate,
-)
+from rota import Cluster, Costs, Op, Pipeline, Placement, Plan, Size, SizeModel, Stages, interleaved, place, simulate
 from rota.runtime.memory_watch import MemoryWatch
 from rota.schedules import NAMED
 from support.networks import clear, loss_fn

@@ -133,10 +133,7 @@ def llava() -> nn.Module:
     )
 
 
-RENAMED = {
-    "llava": llava,
-    "olmoe": lambda: mixture(OlmoeConfig, num_experts=3, num_experts_per_tok=2),
-}
+RENAMED = {"llava": llava, "olmoe": lambda: mixture(OlmoeConfig, num_experts=3, num_experts_per_tok=2)}
 
 
 @pytest.mark.parametrize("kind", RENAMED)

@@ -172,14 +172,8 @@ def test_what_is_no_v_is_refused(schedule: Schedule) -> None:
     cluster = Cluster.uniform(2)
     for placement, told in (
         (place(Costs.uniform(2, 1, 1, 1), cluster), f"needs a chain of stages; {SHAPE}"),
-        (
-            interleaved(Costs.uniform(4, 1, 1, 1), cluster),
-            f"stage 2 is on rank 0, but belongs on rank 1; {SHAPE}",
-        ),
-        (
-            wave(Costs.uniform(4), cluster),
-            "stage 0 has no I and W; give the costs weight_us, to split the backward",
-        ),
+        (interleaved(Costs.uniform(4, 1, 1, 1), cluster), f"stage 2 is on rank 0, but belongs on rank 1; {SHAPE}"),
+        (wave(Costs.uniform(4), cluster), "stage 0 has no I and W; give the costs weight_us, to split the backward"),
     ):
         with pytest.raises(ScheduleError) as caught:
             schedule(placement, 8)

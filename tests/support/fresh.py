@@ -68,12 +68,7 @@ def run_fresh(
 
 
 def _child(
-    rank: int,
-    num_ranks: int,
-    store: Path | None,
-    file: Path,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    rank: int, num_ranks: int, store: Path | None, file: Path, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
     if store is not None:

@@ -451,11 +451,7 @@ CASES: dict[str, ModelCase] = {
     "resnet": ModelCase(resnet, classified_image, ("resnet.encoder.stages.*.layers.*",), own_loss, mixes_rows=True),
     "clip": ModelCase(clip, captions, ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"), clip_loss),
     "clip_contrastive": ModelCase(
-        clip,
-        contrasted,
-        ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"),
-        own_loss,
-        mixes_rows=True,
+        clip, contrasted, ("text_model.encoder.layers.*", "vision_model.encoder.layers.*"), own_loss, mixes_rows=True
     ),
     "unet": ModelCase(UNet, noisy, ("down.*", "middle", "up.*"), unet_loss),
     "lora_gpt2": ModelCase(lora_gpt2, _labeled, ("base_model.model.transformer.h.*",), own_loss, mixes_rows=True),

@@ -80,11 +80,7 @@ class TwoBranches(nn.Module):
 
 
 #: The models by name.
-MAKE: dict[str, Callable[[], nn.Module]] = {
-    "gpt": lambda: CutGPT(3, 32),
-    "resnet": resnet,
-    "two branches": TwoBranches,
-}
+MAKE: dict[str, Callable[[], nn.Module]] = {"gpt": lambda: CutGPT(3, 32), "resnet": resnet, "two branches": TwoBranches}
 
 
 def case(name: str) -> Case:

@@ -6,12 +6,7 @@ from drawing.browser.timelines import one_f_one_b
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "</script><script>window.hacked = 1</script>",
-        "<img src=x onerror='window.hacked = 1'>",
-        "{data}{script}",
-    ],
+    "name", ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>", "{data}{script}"]
 )
 def test_hostile_names_are_but_text(open_page, name):
     timeline = one_f_one_b()

@@ -27,9 +27,7 @@ class Blocks(nn.Module):
     """Four layers; `between` is what the forward does after the second."""
 
     def __init__(
-        self,
-        between: Callable[[Any, Tensor], Tensor] | None = None,
-        layer: Callable[[int, int], nn.Module] = nn.Linear,
+        self, between: Callable[[Any, Tensor], Tensor] | None = None, layer: Callable[[int, int], nn.Module] = nn.Linear
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layer(WIDTH, WIDTH) for _ in range(4))

@@ -26,10 +26,7 @@ from rota.runtime.launcher_files import State, states_in
 
 TRAINING = "0123456789abcdef"
 NUM_STAGES, NUM_RANKS, NUM_STEPS, NUM_KILLS = 2, 4, 3, 2
-PHASES = (
-    *("voting", "voted", "chosen", "restored"),
-    *("stepping", "agreeing", "optimizing", "committing", "copying"),
-)
+PHASES = (*("voting", "voted", "chosen", "restored"), *("stepping", "agreeing", "optimizing", "committing", "copying"))
 
 Applied = tuple[int, ...]  # the steps whose gradients the weights have seen, in order
 

@@ -239,12 +239,7 @@ def refuse_state(rank: int, folder: Path) -> list[str]:
 
 def test_state_that_could_not_be_read_again_is_refused(pool: Pool, tmp_path: Path) -> None:
     for told in pool.run(2, refuse_state, tmp_path):
-        expected = (
-            'the key "num_steps", which is not a weight',
-            "has the key 0; use a string",
-            '"a\\nb"',
-            "step=",
-        )
+        expected = ('the key "num_steps", which is not a weight', "has the key 0; use a string", '"a\\nb"', "step=")
         for position, words in enumerate(expected):
             assert all(words in one for one in told[2 * position : 2 * position + 2]), told
 

@@ -80,13 +80,7 @@ def test_stage_that_raises(tmp_path: Path, where: str, microbatch: int, first: l
     assert_lost(ended[2], "a rank" if last == [LOSSES] else "rank 1", *last)
 
 
-@pytest.mark.parametrize(
-    ("then", "doing"),
-    [
-        ("step", "waiting for the others to begin the step"),
-        ("loss", LOSSES),
-    ],
-)
+@pytest.mark.parametrize(("then", "doing"), [("step", "waiting for the others to begin the step"), ("loss", LOSSES)])
 def test_rank_that_is_gone_between_two_steps(tmp_path: Path, then: str, doing: str) -> None:
     """Or between what a step and other calls do together."""
     ended = run_fresh(tmp_path, NUM_RANKS, step_and_go, stages_with(Layer(), 0), plan_for(), then)

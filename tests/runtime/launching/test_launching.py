@@ -108,11 +108,7 @@ def test_no_process_that_measures_listens_beyond_loopback() -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("options", "before"),
-    [
-        (("--timeout", "0.4"), ""),
-        ((), "os.environ['RANK'] == '0' and rota.mesh(timeout_s=0.4)"),
-    ],
+    ("options", "before"), [(("--timeout", "0.4"), ""), ((), "os.environ['RANK'] == '0' and rota.mesh(timeout_s=0.4)")]
 )
 def test_the_time_before_the_pipeline_has_a_limit(tmp_path: Path, options: tuple[str, ...], before: str) -> None:
     done = run(tmp_path, *options, before=f"os.environ['RANK'] == '1' and time.sleep(1000)\n{before}")
