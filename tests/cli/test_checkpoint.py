@@ -19,8 +19,6 @@ from rota.runtime.checkpoints.saved import File, Manifest, damage, digest, read_
 from support.checkpoint_runs import TWO, Training, model, save_model, stored
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 FILE = File(3, "", ())  # which is not there
 
 

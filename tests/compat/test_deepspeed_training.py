@@ -20,8 +20,6 @@ from rota.compat.deepspeed.topology import (
 from support.pages import run
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 VOCABULARY, WIDTH, TOKENS, ROWS, NUM_MICROBATCHES, NUM_STEPS = 11, 6, 5, 2, 4, 3
 BASE_SEED = 77
 Batch = tuple[Tensor, Tensor]

@@ -24,8 +24,6 @@ from rota.compat.torchdistpackage import (
 from support import pages
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 NUM_MICROBATCHES, ROWS, WIDTH = 4, 12, 6
 NORM_TYPES = (0.5, 1.0, 2.0, 3.0, float("inf"))
 

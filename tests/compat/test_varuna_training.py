@@ -34,8 +34,6 @@ from support.pages import python_blocks
 from support.pool import Pool
 from support.sampling import IS_WHOLE
 
-pytestmark = pytest.mark.dist
-
 TOLERANCE = 2e-6
 NUM_PAIRS = (0, len(SHARED))
 #: By number of processes.

@@ -10,8 +10,6 @@ from support import ROOT
 from support.commands import output_of
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 #: On four processes as on one, with equal losses.
 COMPARED = ["bidirectional", "hf_gpt2", "image_text", "resnet_digits", "vocabulary_parallel_gpt"]
 #: Unmodified models on real data; the number of steps is an argument.

@@ -17,8 +17,6 @@ from rota.schedules import one_f_one_b
 from support.pages import python_blocks
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 
 class Head(nn.Linear):
     def forward(self, text: Tensor, image: Tensor) -> Tensor:

@@ -22,8 +22,6 @@ from rota.search import find_plan
 from support.plain_gpt import GPT, batch_of, loss_fn, pruned
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 NUM_MICROBATCHES = 6
 PARTS = {2: ("layers.3",), 4: ("layers.1", "layers.3", "layers.5")}
 MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")

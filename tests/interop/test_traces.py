@@ -21,8 +21,6 @@ from rota import Cause, FormatError, Kind, Timeline, explain, schedules
 from rota.interop import import_traces
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 RANKS, MICROBATCHES, STEPS = 4, 8, 2
 
 

@@ -19,8 +19,6 @@ from support.hf_models import CASES
 from support.model_runs import PLANS, Run, differences, make_plan, resumed
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 TOLERANCE = 1e-10
 BLOCKS_FOR = {2: None, 4: 8}  # eight stages need eight blocks
 

@@ -18,8 +18,6 @@ from support.networks import StepResult, assert_equal_steps, gradients_of
 from support.pool import Pool
 from support.text_models import IGNORED, LONGEST, gpt_stages, samples, step_by_sample, summed_loss
 
-pytestmark = pytest.mark.dist
-
 PLAN_WITH = "support.token_budget:plan"
 TOKENS = 30
 

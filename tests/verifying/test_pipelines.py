@@ -17,8 +17,6 @@ from support.pool import Pool
 from verifying.test_copies import NotCopied
 from verifying.test_verify import WIDTH, Gated, sequential, sliding, summed, with_metrics
 
-pytestmark = pytest.mark.dist
-
 
 def gpt_like() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)

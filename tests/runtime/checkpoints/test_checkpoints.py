@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,11 @@ from rota import Checkpoints, Cluster, Costs, Pipeline, Stages, interleaved, pla
 from rota.runtime import checkpoints
 from rota.runtime.checkpoints import checkpoint_folder
 from rota.runtime.checkpoints.checkpoint_folder import LOCK, readable_ones
+from rota.runtime.checkpoints.values import same
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b
-from support.checkpoint_runs import TWO, Training, serial_losses, stored
+from support.checkpoint_runs import CORE_RUNS, RUNS, TWO, Run, Training, serial_losses, stored
 from support.networks import batch_of, loss_fn, refusal
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 
 def names_in(folder: Path) -> list[str]:
@@ -209,3 +209,78 @@ def test_random_state_and_buffers_go_on_as_they_were(pool: Pool, tmp_path: Path)
     tensors, _ = stored(tmp_path / "step-1")
     assert {key for key in tensors if "num_seen" in key} == {f"model/{stage}.num_seen" for stage in range(4)}
     assert not any("cache" in key for key in tensors)
+
+
+# --- a checkpoint of any plan resumes on any other, exactly -----------------------------------------------------------
+
+
+NUM_BEFORE, NUM_AFTER = 2, 4
+CANONICAL = RUNS[0]
+
+
+def by_num_processes(pool: Pool, function: Any, runs: list[Run], folder: Path, *args: Any) -> dict[Run, Any]:
+    """What `function(rank, runs, folder, …)` returns for each run, all of as many processes in one job."""
+    found: dict[Run, Any] = {}
+    for num_processes, group in groupby(sorted(runs, key=lambda run: run.num_processes), lambda run: run.num_processes):
+        together = [*group]
+        results = pool.run(num_processes, function, together, folder, *args)
+        assert all(result == results[0] for result in results)  # losses are the same on every rank
+        found |= dict(zip(together, results[0], strict=True))
+    return found
+
+
+def train_and_save(rank: int, runs: list[Run], folder: Path) -> list[list[float]]:
+    losses = []
+    for run in runs:
+        training = Training(run)
+        with training.pipeline:
+            losses.append(training.steps(range(NUM_BEFORE)))
+            training.checkpoints(folder / run.name).save(NUM_BEFORE, position=[NUM_BEFORE, "rows"])
+    return losses
+
+
+def load_and_train(rank: int, runs: list[Run], folder: Path, pairs: list[tuple[Run, Run]]) -> list[list[list[float]]]:
+    """Resume from the canonical checkpoint, save that again, go on; then from each that `pairs` says."""
+    losses = []
+    for run in runs:
+        training = Training(run)
+        with training.pipeline:
+            losses.append([])
+            for source in [CANONICAL, *(a for a, b in pairs if b == run)]:
+                found = training.checkpoints(folder / source.name).load()
+                assert found is not None
+                assert (found.step, found.extra) == (NUM_BEFORE, {"position": [NUM_BEFORE, "rows"]})
+                assert found.plan == source.plan()
+                if source == CANONICAL:
+                    training.checkpoints(folder / f"again-{run.name}").save(found.step, **found.extra)
+                losses[-1].append(training.steps(range(NUM_BEFORE, NUM_BEFORE + NUM_AFTER)))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("runs", "num_pairs"), [(CORE_RUNS, 3), pytest.param(RUNS, 20, marks=pytest.mark.sweep)], ids=["core", "all"]
+)
+def test_every_plan_saves_the_same_and_resumes_from_any_other(
+    pool: Pool, tmp_path: Path, runs: list[Run], num_pairs: int
+) -> None:
+    generator = random.Random(7)
+    pairs = [(generator.choice(runs), generator.choice(runs)) for _ in range(num_pairs)]
+    serial = serial_losses(NUM_BEFORE + NUM_AFTER)
+    for losses in by_num_processes(pool, train_and_save, runs, tmp_path).values():
+        assert losses == pytest.approx(serial[:NUM_BEFORE], abs=1e-10)
+    tensors, small = stored(tmp_path / CANONICAL.name / f"step-{NUM_BEFORE}")
+    for run in runs:
+        found, beside = stored(tmp_path / run.name / f"step-{NUM_BEFORE}")
+        assert found.keys() == tensors.keys()
+        for key, tensor in found.items():
+            torch.testing.assert_close(tensor, tensors[key], rtol=1e-10, atol=1e-10)
+        assert same(beside, small)
+
+    resumed = by_num_processes(pool, load_and_train, runs, tmp_path, pairs)
+    assert sum(map(len, resumed.values())) == len(runs) + len(pairs)
+    for run, of_sources in resumed.items():
+        for losses in of_sources:
+            assert losses == pytest.approx(serial[NUM_BEFORE:], abs=1e-10)
+        again, beside = stored(tmp_path / f"again-{run.name}" / f"step-{NUM_BEFORE}")
+        assert same(again, tensors)
+        assert same(beside, small)

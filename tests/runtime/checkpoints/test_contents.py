@@ -20,8 +20,6 @@ from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import GatheredLayer, ParallelLayer
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 
 def plan_on(ranks: list[Any], num_ranks: int = 2) -> Plan:
     return one_f_one_b(place(Costs.uniform(len(ranks)), Cluster.uniform(num_ranks), ranks), 4)

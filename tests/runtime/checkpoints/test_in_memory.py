@@ -24,8 +24,6 @@ from support.checkpoint_runs import TWO, Training, memory, model, steps_in
 from support.networks import refusal
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 
 def commit_steps(training: Training, kept: Checkpoints, steps: range) -> None:
     for step in steps:

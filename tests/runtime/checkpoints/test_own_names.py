@@ -15,8 +15,6 @@ from rota.schedules import gpipe
 from support.checkpoint_runs import train
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 GPT2 = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 16, "vocab_size": 61}
 LLAMA = {
     "hidden_size": 16,

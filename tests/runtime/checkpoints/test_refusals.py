@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -12,8 +11,6 @@ from rota.runtime.checkpoints.checkpoint_folder import LOCK
 from support.checkpoint_runs import TWO, Training, model, save_model
 from support.networks import loss_fn, refusal
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 
 def refused_saves(rank: int, folder: Path) -> list[str]:

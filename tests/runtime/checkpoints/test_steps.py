@@ -12,8 +12,6 @@ from rota import Checkpoints, Cluster, Costs, Pipeline, PipelineError, Plan, pla
 from rota.schedules import one_f_one_b
 from support.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 NUM_REPLICAS, NUM_ROWS, NUM_SAMPLES = 2, 8, 21  # 3 steps per epoch; replicas see a sample twice in the last one
 PLAN = one_f_one_b(place(Costs.uniform(2, 100, 200), Cluster.uniform(2)), 2)
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -15,8 +14,6 @@ from rota.runtime.checkpoints.values import DTYPES
 from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, steps_in
 from support.networks import refusal
 from support.pool import Pool
-
-pytestmark = pytest.mark.dist
 
 
 def first_layer(training: Training) -> Any:

@@ -1,21 +1,25 @@
 """The whole step as one model: equal to trying all orders, and proven."""
 
 import random
+from functools import partial
 
 import pytest
 
 from rota.core.cluster import Cluster
 from rota.core.costs import Costs
+from rota.core.errors import SearchError
 from rota.core.placement import Placement
 from rota.core.simulation import check, simulate
+from rota.search import bounds, find_plan
 from rota.search.budget import Budget
-from rota.search.exact import Exact, cpsat, solve
+from rota.search.exact import Exact, cpsat, longest_us, solve
 from rota.search.problem import Problem
 from rota.search.timing import score
 from rota.shapes import k_shape, m_shape, nn_shape, v_shape, x_shape
-from support.sampling import some
+from support.sampling import IS_WHOLE, some
 from support.search_brute_force import Case, tiny_cases
 
+OBJECTIVES = ("makespan", "span")
 _UNIT = {"forward_us": 1, "backward_us": 3, "activation_bytes": 1}
 
 
@@ -40,7 +44,7 @@ def cases() -> list[Case]:
     return list(tiny_cases(some(200), seed=4))
 
 
-@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_equals_brute_force(cases: list[Case], objective: str) -> None:
     for placement, num_microbatches, best in cases:
         problem = Problem(placement, num_microbatches)
@@ -51,7 +55,7 @@ def test_equals_brute_force(cases: list[Case], objective: str) -> None:
             assert _proven(problem, objective, found) == getattr(best, f"{objective}_us"), placement
 
 
-@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_finds_only_what_is_better(cases: list[Case], objective: str) -> None:
     chooser = random.Random(1)
     for placement, num_microbatches, best in cases:
@@ -97,3 +101,71 @@ def test_a_solver_that_does_not_end_in_time_raises_no_bound(monkeypatch: pytest.
     monkeypatch.setattr(cpsat, "_MOST_STOPPING_S", 0.0)
     problem = Problem(v_shape(Costs.uniform(4, **_UNIT), Cluster.uniform(4, 4)), 12)
     assert solve(problem, "makespan", None, 7, Budget(0.0)) == Exact(None, 7)
+
+
+# --- steps whose transfers hold memory: equal to trying all orders, and nothing is refused that has a plan ------------
+
+
+@pytest.fixture(scope="module")
+def carrying() -> list[Case]:
+    return list(tiny_cases(some(150), seed=11, carries=True))
+
+
+def in_turn(case: Case, objective: str) -> int | None:
+    """The best of all orders in which each task does its micro-batches in turn; None: none fits."""
+    plans = [] if case.best is None else case.best.fitting
+    return min((getattr(simulate(plan), f"{objective}_us") for plan in plans), default=None)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_equals_brute_force_with_transfers(carrying: list[Case], objective: str) -> None:
+    for case in carrying:
+        problem = Problem(case.placement, case.num_microbatches)
+        budget = Budget(10, deterministic=True)
+        found = solve(problem, objective, None, 0, budget, transfers="as in a plan")  # type: ignore[arg-type]
+        least = in_turn(case, objective)
+        assert found.is_complete
+        if least is None:
+            assert found.orders is None
+            assert found.bound_us > longest_us(problem)
+        else:
+            assert found.orders is not None
+            plan = problem.to_plan(found.orders)
+            check(plan)
+            assert getattr(simulate(plan), f"{objective}_us") == found.bound_us == least, case.placement
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_with_waits_it_is_a_bound_for_every_plan(carrying: list[Case], objective: str) -> None:
+    """Also for plans out of turn, which brute force tries too."""
+    none_fits = 0
+    for case in carrying:
+        problem = Problem(case.placement, case.num_microbatches)
+        budget = Budget(10, deterministic=True)
+        found = solve(problem, objective, None, 0, budget, transfers="with waits")  # type: ignore[arg-type]
+        if case.best is None:
+            none_fits += found.bound_us > longest_us(problem)
+            continue
+        least = getattr(case.best, f"{objective}_us")
+        assert found.bound_us <= least, case.placement
+        assert bounds.best(problem, objective).us <= least, case.placement
+    assert none_fits > 0 or not IS_WHOLE
+
+
+@pytest.mark.parametrize("objective", [pytest.param("makespan", marks=pytest.mark.sweep), "span"])
+def test_the_search_finds_the_best_and_refuses_nothing_that_has_a_plan(carrying: list[Case], objective: str) -> None:
+    refused = 0
+    for case in carrying:
+        least = in_turn(case, objective)
+        search = partial(find_plan, case.placement, case.num_microbatches, objective=objective, deterministic=True)
+        if least is None:
+            with pytest.raises(SearchError) as refusal:
+                search(time_limit_s=0.3)
+            refused += 1
+            assert case.best is None or "even if ops wait" not in str(refusal.value), case.placement
+            continue
+        result = search(time_limit_s=1)
+        assert result.value_us == least, case.placement
+        assert case.best is not None
+        assert result.bound_us <= getattr(case.best, f"{objective}_us"), case.placement
+    assert refused > 5 or not IS_WHOLE
