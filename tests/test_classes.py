@@ -55,9 +55,7 @@ def test_an_amount_per_class_is_not_computed_with_by_mistake(wrong: Callable[[],
 
 
 @given(st.lists(st.integers(), min_size=1), st.integers())
-def test_by_class_computes_class_by_class_and_is_one_number_where_all_are_the_same(
-    values: list[int], other: int
-) -> None:
+def test_by_class_computes_by_class_and_is_one_number_where_all_are_the_same(values: list[int], other: int) -> None:
     found = by_class(operator.sub, PerClass(values), other)
     assert [value_in(found, c) for c in range(len(values))] == [value - other for value in values]
     assert isinstance(found, int) == (len({*values}) == 1)

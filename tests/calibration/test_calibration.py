@@ -251,9 +251,7 @@ def measured_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_calibrate_writes_plan_and_costs(
-    measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_writes_both_files(measured_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     better, costs = tmp_path / "better.json", tmp_path / "costs.json"
     code, out, _ = run(capsys, "calibrate", measured_file, measured_file, "--costs", costs, "-o", better)
     timeline = Timeline.from_json(measured_file.read_text())

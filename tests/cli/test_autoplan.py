@@ -48,9 +48,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_from_a_profile_to_a_plan(
-    profile: str, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_profile_to_plan(profile: str, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     output = tmp_path / "plan.json"
     machine = ["--ranks", "4", "--memory", "1000B", "--link", "1us,4MB/s", "--node", "2", "--node-link", "3us,1MB/s"]
@@ -100,9 +98,7 @@ def test_the_rows_may_be_chosen_and_inference_has_forwards_alone(profile: str, t
 
 
 @pytest.mark.dist  # measuring stages starts processes
-def test_links_that_cannot_be_measured_are_counted_as_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
-) -> None:
+def test_links_that_are_not_measured_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     def links(*_: object, **__: object) -> rota.Cluster:
         raise PipelineError("the machine is too busy")
 
@@ -300,7 +296,7 @@ def test_stages_made_by_hand_are_merged_into_those_of_a_plan(tmp_path: Path) -> 
     assert {*plan.cuts} <= {"1", "2", "3"}
 
 
-def test_a_plan_for_other_machines_says_why(
+def test_a_plan_for_other_machines(
     profile: str, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "plan.json"

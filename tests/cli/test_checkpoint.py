@@ -193,9 +193,7 @@ def test_names_of_folders_cannot_move_the_cursor(tmp_path: Path, capsys: Capsys)
 
 
 @pytest.mark.parametrize("name", ["rota.json", "rank-0.safetensors"])
-def test_what_is_no_plain_file_is_refused_unopened(
-    saved_model: Path, tmp_path: Path, capsys: Capsys, name: str
-) -> None:
+def test_what_is_no_file_is_refused_unopened(saved_model: Path, tmp_path: Path, capsys: Capsys, name: str) -> None:
     """A pipe that nobody writes to would be waited for; a device may never end; a link may lead to a user's secrets."""
     folder = Path(shutil.copytree(saved_model / "step-2", tmp_path / "step-2"))
     (folder / name).rename(elsewhere := tmp_path / "elsewhere")

@@ -57,9 +57,7 @@ def test_calibrate_writes_what_it_says(tmp_path: Path, capsys: Capsys) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 45])
-def test_explain_fits_the_terminal(
-    columns: int, measured_file: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fits_the_terminal(columns: int, measured_file: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     _, wide, _ = run(capsys, "explain", measured_file, "--cores", 1)
     monkeypatch.setenv("COLUMNS", str(columns))
     _, narrow, _ = run(capsys, "explain", measured_file, "--cores", 1)
@@ -68,9 +66,7 @@ def test_explain_fits_the_terminal(
     assert {*wide.split()} == {*narrow.split()}
 
 
-def test_explain_takes_a_plan_another_timeline_and_writes_json(
-    measured_file: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_explain_takes_a_plan_and_another_timeline(measured_file: Path, tmp_path: Path, capsys: Capsys) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(PLAN.to_json())
     assert run(capsys, "explain", plan)[1] == explain(PLAN).to_text() + COUNTED

@@ -84,9 +84,7 @@ def make_model():
 """
 
 
-def test_weights_that_a_model_loads_are_left_out_of_an_estimate_in_one_sentence(
-    model: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_weights_that_a_model_loads_are_left_out_of_an_estimate(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     model.write_text(MODEL + OPTIMIZER + LOADS)
     with pytest.warns(UserWarning, match="a warning of the model's own") as told:
         code, out, error = run(capsys, "profile", model, "--device", "h100", "-o", tmp_path / "profile.json")

@@ -91,9 +91,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys, *argum
     return code, error
 
 
-def test_every_option_after_the_script_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys
-) -> None:
+def test_options_after_the_script_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys) -> None:
     """It is the script's: `rota run` does not take it."""
     passed_on: list[list[str]] = []
 
@@ -113,9 +111,7 @@ def test_every_option_after_the_script_is_reported(
     assert (code, error.count("\n"), passed_on.pop()) == (130, 2, ["--timeline=x.json", "--steps"])
 
 
-def test_ctrl_c_before_there_is_a_pipeline_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys
-) -> None:
+def test_ctrl_c_before_there_is_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capsys) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt("no rank had made a rota.Pipeline")
 

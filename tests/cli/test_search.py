@@ -140,9 +140,7 @@ def test_snapshots_are_for_restarts(tmp_path: Path, capsys: Capsys) -> None:
 
 
 @pytest.mark.parametrize(("every_s", "printed"), [(1e6, ""), (-1.0, "starting\nplanning\n")])
-def test_progress_without_a_terminal(
-    every_s: float, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
-) -> None:
+def test_progress_in_a_file(every_s: float, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     monkeypatch.setattr(screen, "_EVERY_S", every_s)
     with screen.progress_line() as show:
         show("  starting")

@@ -74,9 +74,7 @@ def test_many_links_are_one_line(examined: Callable[..., Report]) -> None:
 
 
 @pytest.mark.parametrize(("difference", "told"), [(2e-10, "off by 2.0e-10"), (float("inf"), "not finite")])
-def test_a_self_test_that_is_not_exact_is_a_problem(
-    difference: float, told: str, examined: Callable[..., Report]
-) -> None:
+def test_a_self_test_that_is_off_is_a_problem(difference: float, told: str, examined: Callable[..., Report]) -> None:
     report = examined({"ranks": [gpu(0)], "links": [], "self_test": difference})
     assert report.exit_code == 1
     assert ("skipped", "links", "there is one rank") in lines(report)

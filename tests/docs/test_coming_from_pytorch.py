@@ -40,9 +40,7 @@ def float64() -> Iterator[None]:
 
 @pytest.mark.dist
 @pytest.mark.usefixtures("float64")
-def test_training_and_weights_are_those_of_the_plain_loop(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_that_of_the_plain_loop(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "before.py").write_text(exact(BEFORE))
     (tmp_path / "train.py").write_text(exact(AFTER))
     output_of(pool, tmp_path, PLANNING)

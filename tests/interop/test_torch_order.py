@@ -133,9 +133,7 @@ def ordered(actions: list[str]) -> list[str]:
         ("searched", 4, 4),
     ],
 )
-def test_the_order_executed_is_the_order_exported(
-    pool: Pool, tmp_path: Path, name: str, num_ranks: int, num_stages: int
-) -> None:
+def test_what_is_executed_is_exported(pool: Pool, tmp_path: Path, name: str, num_ranks: int, num_stages: int) -> None:
     plan = a_plan(name, num_ranks, num_stages)
     torchtitan.export(parts_of(num_stages), plan, tmp_path)
     csv = tmp_path / "schedule_comms.csv"

@@ -227,9 +227,7 @@ def test_traces_of_two_runs_are_told(tmp_path: Path) -> None:
         import_traces(paths)
 
 
-def test_gzip_is_unpacked_and_what_is_none_or_too_large_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gzip_is_unpacked_and_what_is_none_or_large_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json.gz"
     packed = gzip.compress(trace().encode())
     path.write_bytes(packed)

@@ -141,9 +141,7 @@ def test_what_is_not_registered_is_refused(tie: Callable[[Any], None]) -> None:
 
 @pytest.mark.parametrize("make", WAYS)
 @pytest.mark.parametrize("share", [one_parameter, within_a_stage, frozen, columns, buffers, normalised])
-def test_what_trains_as_the_unsplit_model_does_is_split(
-    make: Callable[..., Stages], share: Callable[[Any], None]
-) -> None:
+def test_what_trains_as_the_unsplit_model_is_split(make: Callable[..., Stages], share: Callable[[Any], None]) -> None:
     if share is normalised and make in (on_meta, without_memory):
         pytest.skip("its constructor computes")
     assert len(make(share)) == 2

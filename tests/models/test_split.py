@@ -203,9 +203,7 @@ def test_alike_layers_are_blocks_and_lists_inside_of_them_are_not(layers: Callab
         (lambda: Stages([Block() for _ in range(4)]), ["2"], ("2",)),
     ],
 )
-def test_cuts_to_choose_from(
-    model: Callable[[], nn.Module | Stages], cuts: list[int | str], chosen: tuple[str, ...]
-) -> None:
+def test_possible_cuts(model: Callable[[], nn.Module | Stages], cuts: list[int | str], chosen: tuple[str, ...]) -> None:
     made = model()
     stages, names = finest(made, tokens(), cuts)
     assert (names, stages.cuts, len(stages)) == (chosen, chosen, len(chosen) + 1)

@@ -174,9 +174,7 @@ def test_a_plan_that_is_clearly_slower_is_started_once(answer: Answer, monkeypat
     assert [steps.num_starts for steps in found] == [8, 8, 1]  # three rounds would not tell the first two apart
 
 
-def test_steps_that_do_not_end_are_left_out(
-    confirmed: Confirm, answer: Answer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_never_end_are_left_out(confirmed: Confirm, answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     def started(trial: Trial, *_: object) -> StepTimes:
         if trial is given[num_ended]:
             raise TimeoutError("2 processes did not end within 5 s")

@@ -154,9 +154,7 @@ def test_what_was_measured_is_kept_and_measured_again_if_asked(started: Started,
     assert links_of_this_machine(2, cache=str(tmp_path)).text == "a table\nof two lines"
 
 
-def test_without_time_links_are_not_measured_but_those_that_are_kept_are_found(
-    started: Started, tmp_path: Path
-) -> None:
+def test_without_time_links_are_not_measured_but_kept_ones_are_found(started: Started, tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match=r"there was no time for it; give a longer --time-limit once, or the"):
         links_of_this_machine(2, cache=str(tmp_path), within_s=1.0)
     assert started.count == 0
@@ -185,9 +183,7 @@ def test_a_rank_alone_has_no_links(started: Started, tmp_path: Path) -> None:
     assert (started.count, [*tmp_path.iterdir()]) == (0, [])
 
 
-def test_by_default_links_are_in_the_users_cache(
-    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_are_in_the_users_cache(started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     links_of_this_machine(2)
     links_of_this_machine(2)

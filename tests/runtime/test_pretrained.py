@@ -1,6 +1,7 @@
 """Pretrained safetensors folders load into the stages of one process, or are refused with what does not fit."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,38 +9,15 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    OlmoeConfig,
-)
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import rota
 from rota import FormatError, Stages
 from rota.runtime import pretrained
+from support.hf_models import decoder, gpt2
 
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 61,
-}
-
-
-def llama(**options: Any) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **options}))
-
-
-def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=4, n_head=2, n_positions=16, vocab_size=61))
+llama = partial(decoder, "Llama")
+olmoe = partial(decoder, "Olmoe", num_experts_per_tok=2)
 
 
 def to_load(make: Any) -> Stages:
@@ -99,7 +77,7 @@ def test_dtypes_are_converted_if_asked(tmp_path: Path) -> None:
 
 
 def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
-    llama(num_hidden_layers=5).save_pretrained(tmp_path / "deeper")
+    llama(num_blocks=5).save_pretrained(tmp_path / "deeper")
     with pytest.raises(FormatError, match=r"has also model.layers.4.input_layernorm.weight, .* and 1 more"):
         rota.load_pretrained(to_load(llama), [0], tmp_path / "deeper")
     rota.load_pretrained(to_load(llama), [0], tmp_path / "deeper", may_differ=["model.layers.4.*"])
@@ -119,21 +97,17 @@ def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
         rota.load_pretrained(to_load(llama), [0], tmp_path / "wider")
 
 
-def mixture(config: Any, **options: Any) -> nn.Module:
-    return AutoModelForCausalLM.from_config(config(**SIZES, **options))
-
-
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def llava() -> nn.Module:
     vision = CLIPVisionConfig(**VISION, image_size=8, patch_size=4)
     return LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=vision, text_config=LlamaConfig(**SIZES), image_token_index=60)
+        LlavaConfig(vision_config=vision, text_config=llama().config, image_token_index=60)
     )
 
 
-RENAMED = {"llava": llava, "olmoe": lambda: mixture(OlmoeConfig, num_experts=3, num_experts_per_tok=2)}
+RENAMED = {"llava": llava, "olmoe": partial(olmoe, num_experts=3)}
 
 
 @pytest.mark.parametrize("kind", RENAMED)
@@ -163,7 +137,7 @@ def test_only_local_experts_are_read_and_joined(tmp_path: Path, monkeypatch: pyt
 
 
 def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    mixture(OlmoeConfig, num_experts=2, num_experts_per_tok=2).save_pretrained(tmp_path)
+    olmoe(num_experts=2).save_pretrained(tmp_path)
     with pytest.raises(FormatError, match=r"gate_up_proj is \[2, 48, 16\], in the model \[3, 48, 16\]"):
         rota.load_pretrained(to_load(RENAMED["olmoe"]), [0], tmp_path)
     file = tmp_path / "model.safetensors"
@@ -181,7 +155,7 @@ def test_a_text_is_one_pattern(tmp_path: Path) -> None:
     llama().model.save_pretrained(tmp_path)
     with pytest.raises(FormatError, match=r"it lacks lm_head.weight"):
         rota.load_pretrained(to_load(llama), [1], tmp_path, may_differ="score.*")
-    llama(num_hidden_layers=5).save_pretrained(tmp_path)
+    llama(num_blocks=5).save_pretrained(tmp_path)
     rota.load_pretrained(to_load(llama), [0], tmp_path, may_differ="model.layers.4.*")
 
 

@@ -98,9 +98,7 @@ def load(model: nn.Module) -> None:
         (lambda model: SGD([torch.ones(1, requires_grad=True)], lr=0.1).step(), False, False),
     ],
 )
-def test_updates_are_seen(
-    update: Callable[[Any], object], has_changed: bool, is_updated: bool, was_updated: bool
-) -> None:
+def test_updates_seen(update: Callable[[Any], object], has_changed: bool, is_updated: bool, was_updated: bool) -> None:
     model, updates = made()
     assert updates.report() == Report()
     step(model, updates)

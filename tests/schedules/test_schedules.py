@@ -38,9 +38,7 @@ def most_in_flight(plan: Plan, rank: int) -> int:
 @pytest.mark.parametrize("weight_us", [None, 2], ids=["B", "I and W"])
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-def test_uniform_chains_take_the_published_time_and_memory(
-    schedule: Schedule, num_ranks: int, weight_us: int | None
-) -> None:
+def test_chains_take_the_published_time_and_memory(schedule: Schedule, num_ranks: int, weight_us: int | None) -> None:
     for num_microbatches in range(1, 13):
         plan = schedule(chain(num_ranks, weight_us), num_microbatches)
         check(plan)

@@ -96,9 +96,7 @@ def test_any_costs(
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 2), st.integers(1, 9), st.booleans())
-def test_any_costs_in_waves(
-    data: st.DataObject, num_ranks: int, num_waves: int, num_microbatches: int, is_split: bool
-) -> None:
+def test_any_waves(data: st.DataObject, num_ranks: int, num_waves: int, num_microbatches: int, is_split: bool) -> None:
     forward, backward, weight = data.draw(st.tuples(*[st.tuples(*[times] * (2 * num_waves * num_ranks))] * 3))
     costs = Costs(forward, backward, weight if is_split else None, recompute_us=(3, *[None] * (len(forward) - 1)))
     plan = hanayo(wave(costs, Cluster.uniform(num_ranks, latency_us=1)), num_microbatches)
@@ -138,9 +136,7 @@ def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(num_ranks: int) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "half", "least"), [(4, (6, 53), (4, 59)), (8, (10, 113), (8, 119)), (16, (18, 233), (12, 251))]
 )
-def test_v_half_and_v_min_reach_the_published_memory_and_time(
-    num_ranks: int, half: tuple[int, int], least: tuple[int, int]
-) -> None:
+def test_v_half_and_v_min_are_as_published(num_ranks: int, half: tuple[int, int], least: tuple[int, int]) -> None:
     """(most activations held, makespan) of the authors' own search, where all ops take one slot."""
     for schedule, published in ((v_half, half), (v_min, least)):
         plan = schedule(split(num_ranks), 2 * num_ranks)

@@ -133,21 +133,16 @@ def noisy(rows: int, length: int, seed: int) -> dict[str, Any]:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
+
+
 def gpt2(num_blocks: int = 4, **options: Any) -> nn.Module:
     """GPT-2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "n_positions": 32,
-        "n_embd": 16,
-        "n_layer": num_blocks,
-        "n_head": 2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": num_blocks, "n_head": 2}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**sizes | dropout | options))
+    return GPT2LMHeadModel(GPT2Config(**_TOKENS | sizes | dropout | options))
 
 
 def lora_gpt2(num_blocks: int = 4) -> nn.Module:
@@ -160,23 +155,10 @@ def lora_gpt2(num_blocks: int = 4) -> nn.Module:
         return get_peft_model(gpt2(num_blocks), config)
 
 
-_DECODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_ROUTED = {
-    "num_experts_per_tok": 2,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.5,
-    "experts_implementation": "eager",
-}
+_WIDTHS = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+_DECODER = _TOKENS | _WIDTHS | {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+_AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+_ROUTED = {"num_experts_per_tok": 2, "experts_implementation": "eager", **_AUX_LOSS}
 
 
 def decoder(name: str, num_blocks: int = 4, **options: Any) -> nn.Module:
@@ -194,38 +176,17 @@ def t5(num_blocks: int = 6) -> nn.Module:
     """T5: two stacks, a shared position bias in each, and embeddings that encoder, decoder and head share."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "d_model": 16,
-        "d_kv": 4,
-        "d_ff": 24,
-        "num_layers": num_blocks // 2,
-        "num_heads": 4,
-        "num_decoder_layers": num_blocks // 2,
-    }
+    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4}
+    sizes |= {"num_layers": num_blocks // 2, "num_decoder_layers": num_blocks // 2}
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0))
-
-
-_TWO_STACKS = {
-    "vocab_size": VOCABULARY,
-    "d_model": 16,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
 
 
 def two_stacks(num_blocks: int) -> dict[str, Any]:
     """As many blocks in the encoder as in the decoder."""
-    return _TWO_STACKS | {"encoder_layers": num_blocks // 2, "decoder_layers": num_blocks // 2}
+    stack = {"layers": num_blocks // 2, "attention_heads": 4, "ffn_dim": 24}
+    sizes = {f"{name}_{size}": number for name in ("encoder", "decoder") for size, number in stack.items()}
+    dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    return _TOKENS | sizes | dropout | {"d_model": 16, "pad_token_id": 0, "decoder_start_token_id": 1}
 
 
 def bart(num_blocks: int = 6) -> nn.Module:
@@ -244,13 +205,7 @@ def whisper(num_blocks: int = 6) -> nn.Module:
     return WhisperForConditionalGeneration(WhisperConfig(**two_stacks(num_blocks) | sizes))
 
 
-_ENCODER = {
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+_ENCODER = _WIDTHS | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def bert(num_blocks: int = 4) -> nn.Module:
@@ -273,33 +228,17 @@ def resnet(num_blocks: int = 6) -> nn.Module:
     """A residual network with batch normalization, in four groups of blocks."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    sizes = {
-        "embedding_size": 4,
-        "hidden_sizes": [4, 8, 8, 8],
-        "depths": [2, 2, (num_blocks - 4) // 2, (num_blocks - 4) // 2],
-        "layer_type": "basic",
-        "num_labels": 3,
-    }
-    return ResNetForImageClassification(ResNetConfig(**sizes))
+    depths = [2, 2, (num_blocks - 4) // 2, (num_blocks - 4) // 2]
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8, 8, 8], "depths": depths, "num_labels": 3}
+    return ResNetForImageClassification(ResNetConfig(layer_type="basic", **sizes))
 
 
 def clip(num_blocks: int = 4) -> nn.Module:
     """CLIP: a tower for texts and one for images."""
     from transformers import CLIPConfig, CLIPModel
 
-    tower = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": num_blocks // 2,
-        "num_attention_heads": 4,
-        "projection_dim": 8,
-    }
-    text_config = tower | {
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 32,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    tower = _WIDTHS | {"num_hidden_layers": num_blocks // 2, "projection_dim": 8}
+    text_config = tower | _TOKENS | {"max_position_embeddings": 32}
     image_config = tower | {"image_size": 8, "patch_size": 4}
     return CLIPModel(CLIPConfig(text_config=text_config, vision_config=image_config, projection_dim=8))
 

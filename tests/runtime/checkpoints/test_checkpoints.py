@@ -260,9 +260,7 @@ def load_and_train(rank: int, runs: list[Run], folder: Path, pairs: list[tuple[R
 @pytest.mark.parametrize(
     ("runs", "num_pairs"), [(CORE_RUNS, 3), pytest.param(RUNS, 20, marks=pytest.mark.sweep)], ids=["core", "all"]
 )
-def test_every_plan_saves_the_same_and_resumes_from_any_other(
-    pool: Pool, tmp_path: Path, runs: list[Run], num_pairs: int
-) -> None:
+def test_every_plan_saves_the_same_for_any_other(pool: Pool, tmp_path: Path, runs: list[Run], num_pairs: int) -> None:
     generator = random.Random(7)
     pairs = [(generator.choice(runs), generator.choice(runs)) for _ in range(num_pairs)]
     serial = serial_losses(NUM_BEFORE + NUM_AFTER)

@@ -205,9 +205,7 @@ def load_in_shards(rank: int, folder: Path, num_shards: int) -> str:
         return refusal(lambda: Checkpoints(folder, pipeline, None).load())
 
 
-def test_parts_resume_on_as_many_ranks_however_they_are_made(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_resume_on_as_many_ranks(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (whole,) = pool.run(1, train_in_shards, tmp_path / "whole", 1, False)
     for saving in (False, True):
         folder = tmp_path / f"by mesh {saving}"

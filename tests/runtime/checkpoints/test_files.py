@@ -104,9 +104,7 @@ class PowerCut(Exception):
 
 
 @pytest.mark.parametrize("num_done", range(12))
-def test_a_cut_at_any_point_leaves_a_whole_one_of_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_done: int
-) -> None:
+def test_a_cut_at_any_point_leaves_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_done: int) -> None:
     """`num_done` of the writes, renames and removals of the second save are done; then the power is cut."""
     save(tmp_path, 1)
     save(tmp_path, 2)

@@ -6,34 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import rota
 from rota import Checkpoints, Cluster, Costs, Pipeline, Stages, place
 from rota.cli import main
 from rota.schedules import gpipe
 from support.checkpoint_runs import train
+from support.hf_models import CASES
 from support.pool import Pool
-
-GPT2 = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 16, "vocab_size": 61}
-LLAMA = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 61,
-}
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-
-
-def make_model(kind: str) -> nn.Module:
-    """GPT-2's head is tied, Llama's is not."""
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(**GPT2, **TOKENS, **no_dropout)).double().train()
-    return LlamaForCausalLM(LlamaConfig(**LLAMA, **TOKENS)).double().train()
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -49,7 +30,7 @@ def run(
 ) -> list[float]:
     """On stages made without memory, of which each rank has its own; resumes first, if there is a checkpoint."""
     with rota.meta_init():
-        model = make_model(kind)
+        model = CASES[kind].make_model()
     stages = rota.split(model, num_stages, example=batch(0))
     costs = Costs.uniform(num_stages)
     ranks = [stage * num_ranks // num_stages for stage in range(num_stages)]
@@ -67,7 +48,7 @@ def run(
 
 def trained_whole(kind: str, num_steps: int) -> tuple[nn.Module, list[float]]:
     with rota.meta_init():
-        model = make_model(kind)
+        model = CASES[kind].make_model()
     rota.materialize(Stages([model]), [0])  # the same numbers as in stages
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -80,7 +61,7 @@ def trained_whole(kind: str, num_steps: int) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])  # GPT-2's head is tied, Llama's is not
 def test_transformers_loads_what_is_exported_and_any_cut_resumes(kind: str, pool: Pool, tmp_path: Path) -> None:
     whole, losses = trained_whole(kind, 5)
     first = pool.run(2, run, kind, 2, 2, tmp_path / "run", range(3), True)
@@ -101,7 +82,7 @@ def test_transformers_loads_what_is_exported_and_any_cut_resumes(kind: str, pool
         assert name == expected_name
         torch.testing.assert_close(tensor, value, rtol=0, atol=1e-12)
 
-    stages = Stages([make_model(kind)])
+    stages = Stages([CASES[kind].make_model()])
     rota.load_pretrained(stages, [0], exported)
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(stages[0].state_dict()[name], tensor), name

@@ -220,9 +220,7 @@ def step_as_often(rank: int, num_steps: list[int], then: str) -> str:
         ([2, 2, 2], "clip_grad_norm_", "adding up the gradients' norm"),
     ],
 )
-def test_rank_that_runs_out_of_batches_first_is_not_lost(
-    pool: Pool, num_steps: list[int], then: str, doing: str
-) -> None:
+def test_rank_that_runs_out_of_batches_is_not_lost(pool: Pool, num_steps: list[int], then: str, doing: str) -> None:
     for rank, message in enumerate(pool.run(NUM_RANKS, step_as_often, num_steps, then)):
         assert message == (
             ""

@@ -147,9 +147,7 @@ def test_records_are_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("offset_ns", None, "offset_ns is null"),
     ],
 )
-def test_a_record_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: object, told: str
-) -> None:
+def test_record_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: object, told: str) -> None:
     monkeypatch.setenv("ROTA_FOLDER", str(tmp_path))
     leave_record(plan(1), records(600)[0])
     (path,) = tmp_path.iterdir()

@@ -106,9 +106,7 @@ def test_what_a_rank_forks_ends_with_the_run(tmp_path: Path, monkeypatch: pytest
     assert others_in(tmp_path) == []
 
 
-def test_a_process_that_has_left_its_ranks_session_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_left_its_ranks_session_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import subprocess\nprocess = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
     supervised(tmp_path, monkeypatch, script + "open('daemon', 'w').write(str(process.pid))")
     assert others_in(tmp_path) == [(tmp_path / "daemon").read_text()]
