@@ -8,15 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from rota import schedules
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import PlanError
-from rota.core.placement import Placement
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import check, simulate
-from rota.core.tasks import Edge, Kind, Op, Task
+from rota import Cluster, Costs, Edge, Kind, Op, Placement, Plan, PlanError, Task, check, place, schedules, simulate
 from support.core_strategies import Chooser, deal, differing_plans, plans, read_by, with_limits
 from support.sampling import some
 

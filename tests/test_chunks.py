@@ -6,16 +6,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
-from rota import schedules
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
+from rota import Cluster, Costs, Kind, Placement, Plan, check, find_plan, schedules, simulate
 from rota.core.errors import PlacementError, PlanError, RotaError, ScheduleError
-from rota.core.placement import Placement
 from rota.core.placing import bidirectional, interleaved, place
-from rota.core.plan import Plan
-from rota.core.simulation import check, simulate
-from rota.core.tasks import Kind
-from rota.search import find_plan
 from support.core_strategies import deal, differing_plans
 from support.sampling import some
 

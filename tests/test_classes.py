@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rota import schedules
-from rota.core.cluster import Cluster, Link, SharedLink
-from rota.core.costs import Costs
+from rota import Cluster, Costs, Link, Placement, Plan, SharedLink, Timeline, check, place, schedules, simulate
 from rota.core.errors import FormatError, PlacementError, PlanError
-from rota.core.placement import Placement
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import check, simulate
 from rota.core.tasks import Edge, Kind, PerClass, Task, by_class, scalar, value_in
-from rota.core.timeline import Timeline
 from support.core_strategies import differing, differing_plans, plans
 from support.sampling import some
 

@@ -7,10 +7,7 @@ from math import ceil
 import pytest
 from hypothesis import given, strategies as st
 
-from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
-from rota.core.costs import Costs
-from rota.core.errors import FormatError, PlacementError, RotaError
-from rota.core.placing import place
+from rota import AllReduceTimes, Cluster, Costs, FormatError, Link, PlacementError, RotaError, SharedLink, place
 from support.core_strategies import clusters, costs
 
 

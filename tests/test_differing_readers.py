@@ -6,20 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from rota import drawing, schedules
-from rota.accounting import explain
-from rota.accounting.comparison import compare
+from rota import Cluster, Costs, Placement, Plan, Timeline, compare, drawing, explain, place, schedules, simulate
 from rota.calibration import calibrated, costs_of
 from rota.cli import main
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
 from rota.core.errors import PlacementError
-from rota.core.placement import Placement
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
 from rota.core.tasks import Task, values_of
-from rota.core.timeline import Timeline
 from support.core_strategies import differing_plans
 from support.sampling import some
 

@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from rota import Cluster, Costs, FormatError, Link, Placement, PlacementError, SharedLink
 from rota.core import reading
-from rota.core.cluster import Cluster, Link, SharedLink
-from rota.core.costs import Costs
-from rota.core.errors import FormatError, PlacementError
-from rota.core.placement import Placement
 from rota.core.placement_file import PlacementFile, placement_fields, read_placement
 from rota.core.placing import bidirectional, interleaved, place, wave
 from rota.core.tasks import Edge, Kind, Op, Route, StepEnd, Task
+from rota.shapes import k_shape, m_shape
 from support.core_strategies import costs, ops, placements
+from support.tessel_shapes import tessel
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 ONE = Cluster.uniform(1)
@@ -244,3 +243,37 @@ def test_a_task_refuses_what_makes_no_sense(changed: dict[str, object], told: st
     with pytest.raises(PlacementError) as caught:
         Task(**{"stage": 2, "kind": Kind.F, "ranks": (0,), "duration_us": 1, **changed})  # type: ignore[arg-type]
     assert told in str(caught.value)
+
+
+# --- placements by their pictures -------------------------------------------------------------------------------------
+
+
+ALL = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        ("v", [(0,), (1,), (2,), (3,)]),
+        ("x", [(0,), (1,), (2,), (3,), (3,), (2,), (1,), (0,)]),
+        ("m", [ALL, (0,), (1,), (2,), (3,)]),
+        ("nn", [ALL, (0,), (1,), ALL, (2,), (3,)]),
+        ("nn-eager", [ALL, (0,), ALL, (1,), (2,), (3,)]),
+        ("k", [(0,), (1,), (2,), (3,), ALL]),
+    ],
+)
+def test_ranks(shape: str, ranks: list[tuple[int, ...]]) -> None:
+    assert [task.ranks for task in tessel(shape, 4).tasks if task.kind is Kind.F] == ranks
+
+
+def test_branches_meet() -> None:
+    """K's branches do not feed each other, only the shared stage."""
+    assert tessel("k", 6).stage_edges == ((0, 1), (1, 2), (3, 4), (4, 5), (2, 6), (5, 6))
+
+
+def test_errors() -> None:
+    costs = Costs.uniform(4)
+    with pytest.raises(PlacementError, match="m_shape needs 5 stages on its 4 ranks, not 4"):
+        m_shape(costs, Cluster.uniform(4))
+    with pytest.raises(PlacementError, match=r"even number of ranks.* not 3; use 4"):
+        k_shape(costs, Cluster.uniform(3))

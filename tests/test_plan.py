@@ -8,14 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from rota import schedules
-from rota.core.cluster import Cluster, Link, SharedLink
-from rota.core.costs import Costs
+from rota import Cluster, Costs, Link, Plan, SharedLink, Transfer, check, place, schedules
 from rota.core.errors import FormatError, PlanError, RotaError
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import check
-from rota.core.tasks import Transfer
 from support.core_strategies import every_op, plans, read_by, wired_plans
 from support.sampling import some
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rota import FormatError, PipelineError, PlacementError
-from rota.core.layers import LayerCosts, Profile
+from rota import FormatError, LayerCosts, PipelineError, PlacementError, Profile
 
 
 def layers(num_layers: int = 3, rows: int = 2, **columns: Any) -> LayerCosts:

@@ -11,9 +11,8 @@ from hypothesis import given, strategies as st
 
 import rota
 from planning.test_autoplan import layer_costs
+from rota import FormatError, Profile
 from rota.core import reading
-from rota.core.errors import FormatError
-from rota.core.layers import Profile
 from rota.core.plan import Usage
 from rota.core.reading import Field, Positive
 from support import schemas

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from rota import AllReduceTimes, Cluster, Costs, Link, Placement, Plan, SharedLink, place, schedules
+from rota import AllReduceTimes, Cluster, Costs, Kind, Link, Machine, Placement, Plan, SharedLink, place, schedules
 from rota.core.plan import Usage
-from rota.core.tasks import Kind
-from rota.planning.machine import Machine
 from rota.runtime.execution import forwards_of
 from rota.schedules import NAMED
 from rota.search.unfolding import Unfolding

@@ -7,15 +7,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
+from rota import Cluster, Costs, Edge, Kind, Placement, Plan, Task, bidirectional, check, place
 from rota.cli import main
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
 from rota.core.errors import FormatError, PlanError, ScheduleError
-from rota.core.placement import Placement
-from rota.core.placing import bidirectional, place
-from rota.core.plan import Plan
-from rota.core.simulation import check
-from rota.core.tasks import Edge, Kind, Task
 from rota.schedules.gpipe import forward_only, gpipe
 from rota.schedules.one_f_one_b import one_f_one_b
 from support.core_strategies import clusters, plans

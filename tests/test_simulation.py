@@ -4,14 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 
-from rota import schedules
-from rota.core.cluster import Cluster, Link
-from rota.core.costs import Costs
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op
-from rota.core.timeline import Timeline
+from rota import Cluster, Costs, Kind, Link, Op, Plan, Timeline, place, schedules, simulate
 from support import recount as counting
 from support.core_strategies import differing_plans, plans, wired_plans
 from support.recount import figure_of, recount

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from rota import Cluster, Costs, Placement, check, find_plan, place
-from rota.core.placing import wave
+from rota import Cluster, Costs, Placement, check, find_frontier, find_plan, place, wave
 from rota.core.stopping import Stopped, look, watched
 from rota.schedules import NAMED
 from rota.schedules.families import named_plans
-from rota.search import Progress, find_frontier, find_repeating
+from rota.search import Progress, find_repeating
 from rota.search.budget import Budget
 
 MOST_CALLS = 60_000  # of Python functions between two looks: some hundredths of a second

@@ -8,12 +8,9 @@ import pytest
 
 import rota
 from planning.test_autoplan import UNEVEN, layer_costs
+from rota import PlannedBatch, Profile, Verification, check_device_order
 from rota.cli.common import parse_memory
-from rota.core.layers import Profile
-from rota.core.programs.device_order import check_device_order
 from rota.core.text import count_text, exact_size_text
-from rota.planning.batch_planner import PlannedBatch
-from rota.verifying.report import Verification
 
 MANY = 16
 COSTS = rota.Costs.uniform(MANY, 100, 200, activation_bytes=7)

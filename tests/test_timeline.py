@@ -7,14 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from rota import schedules
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import PlanError, RotaError
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op, Transfer
+from rota import Cluster, Costs, Kind, Op, Plan, PlanError, RotaError, Transfer, place, schedules, simulate
 from rota.core.timeline import Span, StepEndWork, Timeline
 from support.core_strategies import plans, wired_plans
 from support.sampling import some

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rota import Cluster, Costs, FormatError, Plan
+from rota import Cluster, Costs, FormatError, Plan, place
 from rota.cli import main
 from rota.core import reading
-from rota.core.placing import place
 from rota.schedules import gpipe
 
 PLAN = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)

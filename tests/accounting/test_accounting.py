@@ -9,15 +9,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from rota import schedules
+from rota import Cluster, Costs, Link, Placement, PlanError, SharedLink, place, schedules, simulate, wave
 from rota.accounting import Cause, Explanation, Idle, explain, idle
-from rota.core.cluster import Cluster, Link, SharedLink
-from rota.core.costs import Costs
-from rota.core.errors import PlanError
-from rota.core.placement import Placement
-from rota.core.placing import place, wave
 from rota.core.plan import Plan, Usage
-from rota.core.simulation import simulate
 from rota.core.tasks import Edge, Kind, Op, Task, Transfer
 from rota.core.text import time_text
 from rota.core.timeline import StepEndWork, Timeline

@@ -9,18 +9,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from cli.test_cli import run
-from rota import schedules
+from rota import Cluster, Costs, Link, Placement, SharedLink, Timeline, place, schedules, simulate
 from rota.calibration import calibrate, calibrated, costs_of, median_us
 from rota.calibration.measured_times import fit_link
-from rota.core.cluster import Cluster, Link, SharedLink
-from rota.core.costs import Costs
 from rota.core.errors import PlacementError, PlanError, RotaError
-from rota.core.placement import Placement
-from rota.core.placing import place
 from rota.core.plan import Plan, Usage
-from rota.core.simulation import simulate
 from rota.core.tasks import Edge, Kind, Op, StepEnd, Task
-from rota.core.timeline import Timeline
 from support.core_strategies import Chooser, placed, plans, wired_plans
 from support.measured import measured_like
 from support.sampling import some

@@ -6,16 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rota import schedules
-from rota.accounting import explain
-from rota.calibration import calibrate
+from rota import Cluster, Costs, Kind, Op, Plan, Timeline, bidirectional, calibrate, explain, place, schedules
 from rota.calibration.spread import Spread, copies, have_same_layers
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.placing import bidirectional, place
-from rota.core.plan import Plan, Usage
-from rota.core.tasks import Kind, Op
-from rota.core.timeline import Timeline
+from rota.core.plan import Usage
 from support.measured import timed
 
 

@@ -9,10 +9,9 @@ import pytest
 import rota
 from cli.test_cli import Capsys
 from planning.test_autoplan import UNEVEN, layer_costs
+from rota import PipelineError, Profile
 from rota.cli import main
 from rota.cli.common import parse_link
-from rota.core.errors import PipelineError
-from rota.core.layers import Profile
 from rota.core.plan import Usage
 from rota.runtime import host_memory
 from rota.runtime.launching.launch import Launch, Run

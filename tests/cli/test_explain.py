@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 
 from cli.test_cli import Capsys, run
-from rota import schedules
-from rota.accounting import explain
+from rota import Cluster, Costs, Plan, Timeline, explain, place, schedules, simulate
 from rota.cli.screen import transfers_text
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.timeline import Timeline
 from support.measured import measured_like
 
 PLAN = schedules.one_f_one_b(place(Costs((100, 140), (200, 280)), Cluster.uniform(2, latency_us=9)), 4)

@@ -1,5 +1,6 @@
 """Where commands write: nothing is lost without --force, and no file is there in half."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_cli import Capsys
-from rota import Timeline
+from cli.test_cli import Capsys, run
+from planning.test_autoplan import UNEVEN, layer_costs
+from rota import Curve, Plan, Profile, SizeModel, Timeline, check
 from rota.cli import main
 from rota.core.writing import whole_file, write_text
 
@@ -195,3 +197,76 @@ def test_a_command_does_its_work_when_what_it_prints_is_lost(command: str, code:
     assert b"Traceback" not in ended.stderr
     assert (b"rota: error: cannot write standard output: No space left" in ended.stderr) is lost
     assert Path("written.json").exists() == (code == 0)
+
+
+# --- exit codes: 2 for arguments and files that must be changed first, 1 for what was tried and refused or failed -----
+
+
+_PLAN = "--ranks 2 --microbatches 4 --activation 1GB --limit 500MB"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A profile, the sizes of stages, and lengths of samples."""
+    monkeypatch.chdir(tmp_path)
+    Path("profile.json").write_text(Profile((layer_costs(1, UNEVEN),)).to_json())
+    curve = Curve(60, 0.02, 4e-6)
+    Path("sizes.json").write_text(SizeModel((curve,), (curve,), activation_bytes=(Curve(0, 1000),)).to_json())
+    Path("lengths.json").write_text(json.dumps([130, 85]))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder", "time_is_work")
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (f"plan 1f1b {_PLAN}", "over its limit of 500 MB"),
+        (f"plan search {_PLAN}", "rank 0 needs at least 1000000000 bytes"),
+        (f"plan search {_PLAN} --objective period", "rank 0 needs at least 1000000000 bytes"),
+        ("plan-batch sizes.json lengths.json --limit 100kB", "sample 0 of length 130 fits in no micro-batch"),
+        ("autoplan --profile profile.json --ranks 2 --batch 8 --memory 1B --time-limit 600", "found nothing that fits"),
+    ],
+)
+def test_what_does_not_fit_in_memory_is_a_failure(command: str, told: str, capsys: Capsys) -> None:
+    code, _, error = run(capsys, *command.split())
+    assert told in error
+    assert code == 1
+
+
+LENGTHS = [[130, 85, 2300, 410, 77, 1200, 96], [500, 400]]
+
+
+@pytest.fixture
+def sizes(tmp_path: Path) -> Path:
+    path = tmp_path / "sizes.json"
+    forward, backward = Curve(60, 0.02, 4e-6), Curve(120, 0.04, 8e-6)
+    path.write_text(SizeModel((forward,) * 3, (backward,) * 3, activation_bytes=(Curve(0, 1000),) * 3).to_json())
+    return path
+
+
+def test_each_batch_gets_its_plan(sizes: Path, tmp_path: Path, capsys: Capsys) -> None:
+    lengths, folder = tmp_path / "lengths.json", tmp_path / "plans"
+    lengths.write_text(json.dumps(LENGTHS))
+    code, out, _ = run(capsys, "plan-batch", sizes, lengths, "--limit", "40MB", "-o", folder)
+    assert code == 0
+    assert "batch 0: 7 samples" in out
+    assert "all orders of this grouping" in out
+    for i in range(2):
+        plan = Plan.from_json((folder / f"batch{i}.json").read_text())
+        check(plan)
+        assert plan.placement.cluster.limit_bytes == (40_000_000,) * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[[130], [85, 50000]]", "lengths.json, batch 1: sample 1 of length 50000"),
+        ('[130, "long"]', "expected the lengths of a batch as whole numbers, such as [130, 85, 2300]"),
+    ],
+)
+def test_lengths_that_cannot_be_planned(text: str, told: str, sizes: Path, tmp_path: Path, capsys: Capsys) -> None:
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text(text)
+    code, _, error = run(capsys, "plan-batch", sizes, lengths, "--limit", "40MB")
+    assert code != 0
+    assert told in error

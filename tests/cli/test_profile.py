@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from cli.test_cli import Capsys, run
-from rota import Size, SizeModel, split
-from rota.core.layers import Profile
+from rota import Profile, Size, SizeModel, split
 from rota.planning.model_file import load_model_file, profile_file
 from rota.planning.request import Measuring
 

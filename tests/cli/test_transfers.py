@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 
 from cli.test_cli import Capsys, run
-from rota import calibration
+from rota import Cluster, Costs, Link, PlacementError, Plan, SharedLink, calibration, place, simulate
 from rota.cli.screen import FREE, transfers_text
-from rota.core.cluster import Cluster, Link, SharedLink
-from rota.core.costs import Costs
-from rota.core.errors import PlacementError
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
 from rota.schedules import one_f_one_b
 
 HOST = SharedLink("host a", 40, (0, 1), (0, 1))

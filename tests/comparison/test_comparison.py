@@ -5,17 +5,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rota import schedules
+from rota import Costs, Edge, Kind, Op, Placement, Plan, PlanError, Task, Timeline, place, schedules, simulate
 from rota.accounting.comparison import Comparison, KindRow, Part, compare
 from rota.core.cluster import Cluster, Link, SharedLink
-from rota.core.costs import Costs
-from rota.core.errors import PlanError
-from rota.core.placement import Placement
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.tasks import Edge, Kind, Op, Task
-from rota.core.timeline import Timeline
 from support.core_strategies import Chooser, plans, wired_plans
 from support.measured import measured_like
 from support.sampling import some

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota import Cluster, Costs, FormatError, Link, PipelineError, SearchError, SplitError, place, simulate
+from rota import Cluster, Costs, FormatError, Link, PipelineError, SearchError, SplitError, materialize, place, simulate
 from rota.compat.varuna import AutoConfig, CutPoint
 from rota.compat.varuna.cutting import boundaries, cut, cuts_by, dry_run, share, stage_costs
 from rota.compat.varuna.inputs import num_rows, sample_of, stages_to_ranks, to_micro_batches
 from rota.compat.varuna.profiler import Profile
-from rota.runtime import materialize
 from rota.schedules import varuna
 
 NUM_CUTS, WIDTH = 4, 6

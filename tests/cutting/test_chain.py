@@ -6,8 +6,7 @@ from itertools import combinations_with_replacement, pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from rota.core.costs import Costs
-from rota.core.errors import PlacementError, SplitError
+from rota import Costs, PlacementError, SplitError
 from rota.cutting import balanced, merge, uniform
 
 WHOLE = st.lists(st.integers(0, 9), max_size=8)

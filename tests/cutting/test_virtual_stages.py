@@ -8,11 +8,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rota.core.cluster import Cluster
-from rota.core.errors import SplitError
-from rota.core.layers import LayerCosts
-from rota.core.placing import place
-from rota.core.tasks import Kind
+from rota import Cluster, Kind, LayerCosts, SplitError, place
 from rota.cutting import Cut, cut
 from support.sampling import some
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from rota import Cluster, Costs
+from rota import Cluster, Costs, PipelineError, SplitError
 from rota.cli import main
-from rota.core.errors import PipelineError, SplitError
 from rota.interop import torchtitan
 from rota.schedules import NAMED
 from support.pages import commands, python_blocks

@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from drawing.browser.timelines import wired
-from rota import schedules
-from rota.accounting import idle
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import RotaError
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.timeline import Timeline
+from rota import Cluster, Costs, Plan, RotaError, Timeline, idle, place, schedules, simulate
 from rota.drawing import save, to_chrome_trace
 from support.core_strategies import plans, wired_plans
 from support.measured import measured_like

@@ -13,11 +13,10 @@ from typing import Any
 
 from fuzz import checkpoints, seeds, verdicts
 from fuzz.mutating import byte_mutant, csv_mutant, json_mutant, piece_mutant, text_mutant
-from rota import Cluster, Plan, RotaError, Timeline
+from rota import Cluster, LayerCosts, Plan, Profile, RotaError, Timeline
 from rota.cli import files
 from rota.compat.tessel.schedule.schedplan import SchedPlan
 from rota.core import reading
-from rota.core.layers import LayerCosts, Profile
 from rota.interop import ImportedTrace, deepspeed, import_traces, megatron, torchtitan
 
 

@@ -7,15 +7,9 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from rota import schedules
+from rota import Costs, LayerCosts, Profile, StepEnd, Timeline, bidirectional, interleaved, place, schedules, simulate
 from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
-from rota.core.costs import Costs
-from rota.core.layers import LayerCosts, Profile
-from rota.core.placing import bidirectional, interleaved, place
 from rota.core.plan import Plan, Usage
-from rota.core.simulation import simulate
-from rota.core.tasks import StepEnd
-from rota.core.timeline import Timeline
 from rota.interop import torchtitan
 from support.measured import measured_like
 from support.trace_files import written

@@ -10,14 +10,9 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from rota import Plan, RotaError, Timeline, check, compare, cutting, simulate
-from rota.accounting import explain
+from rota import Cluster, Costs, Op, Plan, RotaError, Timeline, check, compare, cutting, explain, place, simulate
 from rota.compat.tessel.schedule.schedplan import SchedPlan
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
 from rota.core.layers import LayerCosts, Profile
-from rota.core.placing import place
-from rota.core.tasks import Op
 from rota.drawing import to_chrome_trace, to_html, to_text
 from rota.interop import ImportedTrace, deepspeed, megatron, torchtitan
 

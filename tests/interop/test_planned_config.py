@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from rota import Cluster, Plan, RotaError
-from rota.core.costs import Costs
+from rota import Cluster, Costs, Plan, RotaError
 from rota.core.plan import Usage
 from rota.interop import torchtitan, with_plan
 from rota.schedules import NAMED

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rota.core.errors import PipelineError, SplitError
+from rota import CutPoint, PipelineError, SplitError, split
 from rota.interop import check_parts, module_parts, parts_beginning_with
-from rota.models import CutPoint, split
 from support.plain_gpt import GPT, batch_of
 
 PARTS = (("embed", "layers.0"), ("layers.1", "layers.2"), ("norm", "head"))

@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 
-from rota import Cluster, Costs, Kind, Plan, RotaError, interleaved
+from rota import Cluster, Costs, Kind, Plan, RotaError, find_plan, interleaved
 from rota.core.schedule_csv import stage_ranks
 from rota.interop import keep_order, parts_beginning_with, schedule_from, torchtitan
 from rota.interop.torch_order import derived
 from rota.schedules import NAMED
-from rota.search import find_plan
 from support.plain_gpt import GPT, batch_of, loss_fn, pruned
 from support.pool import Pool
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from docs.test_other_trainers import DEEPSPEED
-from rota import Cluster, Costs, Plan, RotaError, Stages, interleaved, place
+from rota import Cluster, Costs, CutPoint, Plan, RotaError, Stages, interleaved, place, split
 from rota.compat import deepspeed as door
 from rota.core.plan import Usage
 from rota.interop import module_parts, parts_beginning_with, torchtitan
-from rota.models import CutPoint, split
 from rota.schedules import NAMED
 from support.plain_gpt import GPT, batch_of, loss_fn, step_by_files
 from support.pool import Pool

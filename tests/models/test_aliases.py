@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
-from rota import meta_init
-from rota.core.errors import SplitError
-from rota.models import CutPoint, Stages, split
+from rota import CutPoint, SplitError, Stages, meta_init, split
 
 WIDTH = 4
 EXAMPLE = {"x": torch.ones(2, WIDTH)}

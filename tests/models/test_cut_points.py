@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rota.core.errors import SplitError
-from rota.models import CutPoint, split
+from rota import CutPoint, SplitError, split
 
 
 class Model(nn.Module):

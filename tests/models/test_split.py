@@ -11,9 +11,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import rota
-from rota import Cluster, Costs, Plan, place
-from rota.core.errors import SplitError
-from rota.models import CutPoint, Stages, finest, split
+from rota import Cluster, Costs, CutPoint, Plan, SplitError, Stages, place, split
+from rota.models import finest
 from rota.models.unmodified import find_blocks
 from rota.schedules import one_f_one_b
 from support.networks import StepResult, assert_equal_steps, pipeline_steps, serial_step

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from planning.test_autoplan import layer_costs
-from rota import Cluster, Costs, bidirectional
-from rota.core.cluster import Link
-from rota.core.simulation import simulate
+from rota import Cluster, Costs, Link, Machine, bidirectional, simulate
 from rota.planning.choosing import (
     Contender,
     StepTimes,
@@ -27,7 +25,6 @@ from rota.planning.choosing import (
 from rota.planning.evaluation import evaluate
 from rota.planning.layout_bounds import placement_bound_us
 from rota.planning.layouts import Candidate, Layout, Shape
-from rota.planning.machine import Machine
 from rota.planning.request import Request
 from rota.schedules import FAMILIES
 from support.search_brute_force import every_plan, tiny_step

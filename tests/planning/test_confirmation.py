@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
-from rota.core.cluster import Link
-from rota.core.errors import PipelineError
-from rota.core.simulation import check, simulate
+from rota import Choices, Link, Machine, PipelineError, autoplan, check, simulate
 from rota.core.text import time_text
-from rota.planning import Answer, Choices, Machine, autoplan, confirmation, sweep, trials
+from rota.planning import Answer, confirmation, sweep, trials
 from rota.planning.choosing import Contender, StepTimes, of_starts
 from rota.planning.confirmation import Training
 from rota.planning.trials import Trial, run_trials

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from planning.test_autoplan import LONG_S, UNEVEN, layer_costs
-from rota.core.layers import LayerCosts, Profile
-from rota.models import Stages
-from rota.planning import Machine, autoplan
+from rota import LayerCosts, Machine, Profile, Stages, autoplan
 from rota.profiling import layer_profile
 from rota.profiling.devices import OtherPrograms
 from support.profiles import profile_model

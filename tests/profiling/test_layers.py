@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rota import CutPoint, FormatError, PipelineError, Stages, split
-from rota.core.layers import LayerCosts
+from rota import CutPoint, FormatError, LayerCosts, PipelineError, Stages, split
 from rota.models import finest
 from rota.profiling import DEVICES, clocks
 from rota.profiling.clocks import WallClock

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import rota
-from rota import Pipeline, PipelineError, Plan, Stages
-from rota.core.errors import LostRankError
+from rota import LostRankError, Pipeline, PipelineError, Plan, Stages
 from rota.runtime import engine, pipeline as pipeline_module
 from support.fresh import run_fresh
 from support.networks import Layer, batch_of, chain, loss_fn, plan_for, refusal

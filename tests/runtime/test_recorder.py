@@ -6,17 +6,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from rota.accounting import Cause, idle
+from rota import Cause, Costs, Edge, Kind, Op, Placement, Plan, Task, Timeline, calibrated, idle, place, simulate
 from rota.accounting.comparison import Part, compare
-from rota.calibration import calibrated
 from rota.core.cluster import Cluster, Link, SharedLink
-from rota.core.costs import Costs
-from rota.core.placement import Placement
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.tasks import Edge, Kind, Op, Task
-from rota.core.timeline import Timeline
 from rota.runtime.recorder import Record, merge
 from rota.schedules import forward_only, gpipe
 from support.core_strategies import wired_plans

@@ -6,15 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import ScheduleError
-from rota.core.placement import Placement
+from rota import Cluster, Costs, Op, Placement, Plan, ScheduleError, Timeline, check, simulate
 from rota.core.placing import bidirectional, place, wave
-from rota.core.plan import Plan
-from rota.core.simulation import check, simulate
-from rota.core.tasks import Op
-from rota.core.timeline import Timeline
 from rota.schedules.chimera import chimera
 from rota.schedules.dualpipe import dualpipe
 from support.sampling import some

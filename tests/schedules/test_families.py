@@ -5,13 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import ScheduleError
-from rota.core.placing import bidirectional, wave
-from rota.core.plan import Plan
-from rota.core.simulation import check, simulate
-from rota.core.tasks import Kind, Op
+from rota import Cluster, Costs, Kind, Op, Plan, ScheduleError, bidirectional, check, simulate, wave
 from rota.schedules import FAMILIES, NAMED, Family, PipeSchedule, zb_h1, zb_h2
 from rota.schedules.table import best, compare_schedules, to_json, to_text
 from support.sizes import MOST_RANKS, microbatches

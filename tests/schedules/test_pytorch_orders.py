@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rota import Cluster, Costs, Placement, Plan, ScheduleError, check, interleaved, wave
 from rota.cli import main
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import ScheduleError
-from rota.core.placement import Placement
-from rota.core.placing import interleaved, wave
-from rota.core.plan import Plan
-from rota.core.simulation import check
 from rota.schedules import FAMILIES, NAMED, Family
 from rota.schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from rota.schedules.one_f_one_b import eager_one_f_one_b

@@ -7,14 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import ScheduleError
-from rota.core.placement import Placement
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.simulation import check, simulate
-from rota.core.tasks import Kind
+from rota import Cluster, Costs, Kind, Placement, Plan, ScheduleError, check, place, simulate
 from rota.schedules import forward_only, gpipe, one_f_one_b
 from support.core_strategies import costs, placed, raw
 from support.sampling import some

@@ -7,14 +7,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import ScheduleError
-from rota.core.placement import Placement
-from rota.core.placing import interleaved, place, wave
-from rota.core.plan import Plan
-from rota.core.simulation import check, simulate
-from rota.core.tasks import Kind
+from rota import Cluster, Costs, Kind, Placement, Plan, ScheduleError, check, interleaved, place, simulate, wave
 from rota.schedules.controllable_memory import v_half, v_min
 from rota.schedules.dualpipe import dualpipe_v
 from rota.schedules.hanayo import hanayo

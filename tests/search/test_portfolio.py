@@ -5,13 +5,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import PlanError, RotaError, SearchError
-from rota.core.placement import Placement
-from rota.core.placing import interleaved, place
-from rota.core.plan import Plan
-from rota.core.simulation import check, simulate
+from rota import Cluster, Costs, Placement, Plan, PlanError, RotaError, SearchError, check, interleaved, place, simulate
 from rota.schedules import FAMILIES, one_f_one_b, zb_h1
 from rota.search import Progress, SearchResult, find_plan
 from support import core_strategies as strategies

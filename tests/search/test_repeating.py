@@ -7,8 +7,7 @@ from random import Random
 import pytest
 from hypothesis import assume, given, settings
 
-from rota import Cluster, Costs, SearchError, check, find_plan, place, simulate
-from rota.core.placing import bidirectional
+from rota import Cluster, Costs, SearchError, bidirectional, check, find_plan, place, simulate
 from rota.search import Repeating, bounds_of, find_repeating
 from rota.search.problem import Problem
 from support.core_strategies import placed

@@ -10,9 +10,8 @@ from itertools import permutations, product
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rota import Cluster, Costs, Placement, Plan, PlanError, check, find_plan, place, simulate
+from rota import Cluster, Costs, Placement, Plan, PlanError, Timeline, check, find_plan, place, simulate
 from rota.core.cluster import Link, SharedLink
-from rota.core.timeline import Timeline
 from rota.planning.layout_bounds import placement_bound_us
 from rota.schedules import one_f_one_b, zb_h1, zb_h2
 from rota.search import bounds_of, exact, find_repeating

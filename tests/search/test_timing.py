@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rota.core.errors import PlanError
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
+from rota import Plan, PlanError, simulate
 from rota.search.dispatching import Dispatcher, backwards, serial
 from rota.search.problem import NO_LIMIT, Problem
 from rota.search.timing import Score, Tables, fits, peaks, score, start_times

@@ -8,13 +8,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import RotaError, SearchError
-from rota.core.placement import Placement
-from rota.core.placing import interleaved, place
-from rota.core.plan import Plan
-from rota.core.simulation import check, simulate
+from rota import Cluster, Costs, Placement, Plan, RotaError, SearchError, check, interleaved, place, simulate
 from rota.core.tasks import Kind, Task, values_of
 from rota.schedules import FAMILIES, one_f_one_b
 from rota.search import bounds_of, find_frontier, find_plan, find_repeating

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from rota import Cluster, Costs, Op, Placement, Plan, Task, check, place, simulate
-from rota.core.errors import SearchError
-from rota.core.tasks import Kind
+from rota import Cluster, Costs, Kind, Op, Placement, Plan, SearchError, Task, check, find_plan, place, simulate
 from rota.schedules import one_f_one_b
-from rota.search import bounds_of, find_plan, validation
+from rota.search import bounds_of, validation
 from rota.search.bounds.memory_bounds import period_bound
 
 CHAIN = place(Costs.uniform(2), Cluster.uniform(2))

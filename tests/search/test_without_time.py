@@ -9,13 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.placement import Placement
-from rota.core.placing import place, wave
-from rota.core.simulation import check, simulate
+from rota import Cluster, Costs, Placement, check, find_plan, place, simulate, wave
 from rota.schedules.families import named_plans
-from rota.search import find_plan, portfolio
+from rota.search import portfolio
 
 
 @pytest.mark.usefixtures("time_is_work")

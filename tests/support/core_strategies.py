@@ -11,12 +11,8 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
+from rota import Costs, Edge, Kind, Op, Placement, Plan, StepEnd, Task, Transfer, place
 from rota.core.cluster import AllReduceTimes, Cluster, Link, SharedLink
-from rota.core.costs import Costs
-from rota.core.placement import Placement
-from rota.core.placing import place
-from rota.core.plan import Plan
-from rota.core.tasks import Edge, Kind, Op, StepEnd, Task, Transfer
 
 Chooser = random.Random
 Drawn = TypeVar("Drawn")

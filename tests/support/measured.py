@@ -4,10 +4,8 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.tasks import Op, amount_of
-from rota.core.timeline import Timeline
+from rota import Op, Plan, Timeline, simulate
+from rota.core.tasks import amount_of
 
 
 def measured_like(plan: Plan, chooser: random.Random, longest_us: int = 30) -> Timeline:

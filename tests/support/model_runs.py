@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import rota
-from rota import Checkpoints, Cluster, Costs, Kind, Pipeline, Plan, Stages, find_plan, place, split, wave
-from rota.core.placing import bidirectional
+from rota import Checkpoints, Cluster, Costs, Kind, Pipeline, Plan, Stages, bidirectional, find_plan, place, split, wave
 from rota.models.unmodified import matching
 from rota.schedules import chimera, one_f_one_b, zb_v
 from support.hf_models import CASES, ModelCase

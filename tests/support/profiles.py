@@ -3,8 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from rota import Costs, LayerCosts, ProfileOptions, StageProfileOptions
-from rota.core.layers import Profile
+from rota import Costs, LayerCosts, Profile, ProfileOptions, StageProfileOptions
 from rota.profiling import layer_profile, stage_profile
 
 STAGE_OPTIONS = {field.name for field in fields(StageProfileOptions)}

@@ -3,9 +3,7 @@
 import random
 from dataclasses import replace
 
-from rota import Cluster, Costs, Kind, Placement, Plan, place
-from rota.core.cluster import Link, SharedLink
-from rota.core.tasks import Edge
+from rota import Cluster, Costs, Edge, Kind, Link, Placement, Plan, SharedLink, place
 from support.core_strategies import deal, linear_extension, served_in_any_order
 
 Edges = list[tuple[int, int]]

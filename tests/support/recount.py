@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from rota.core.cluster import Cluster, Link
-from rota.core.placement import Placement
-from rota.core.plan import Plan
-from rota.core.tasks import Kind, Op, PerClass, Transfer
+from rota import Cluster, Kind, Link, Op, Placement, Plan, Transfer
+from rota.core.tasks import PerClass
 
 _NEVER_US = 10**6
 

@@ -5,13 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from rota.core.cluster import Cluster, Link
-from rota.core.costs import Costs
-from rota.core.placement import Placement
-from rota.core.placing import bidirectional, place
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.tasks import Edge, Kind, Op, StepEnd, Task
+from rota import Cluster, Costs, Edge, Kind, Link, Op, Placement, Plan, StepEnd, Task, bidirectional, place, simulate
 from support.core_strategies import ops_before
 
 

@@ -1,8 +1,6 @@
 """Tessel's placements with Tessel's costs: F takes 1, B takes 3, stages that all ranks share take 1 each way."""
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.placement import Placement
+from rota import Cluster, Costs, Placement
 from rota.shapes import SHAPES
 
 

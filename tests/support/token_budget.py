@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rota import Cluster, Costs, Placement, Plan, place, simulate
-from rota.core.errors import SearchError
+from rota import Cluster, Costs, Placement, Plan, SearchError, place, simulate
 from rota.schedules import one_f_one_b
 
 

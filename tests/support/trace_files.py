@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rota.core.tasks import Kind
-from rota.core.timeline import Timeline
+from rota import Kind, Timeline
 
 BASE_NS = 1_790_857_026_000_000_000
 

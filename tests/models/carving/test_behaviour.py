@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rota import PipelineError, SplitError, Stages, split
+from rota import PipelineError, SplitError, Stages, materialize, split
 from rota.models import finest
 from rota.models.carving.operations import OnMeta
-from rota.runtime import materialize
 from support.hf_models import CASES, gpt2
 from support.profiles import profile, profile_layers
 

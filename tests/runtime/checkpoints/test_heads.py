@@ -11,8 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from rota import PipelineError
-from rota.core.errors import FormatError
+from rota import FormatError, PipelineError
 from rota.core.reading import Field
 from rota.runtime.checkpoints.random_states import RandomState, random_state, require_random_state, set_random_state
 from rota.runtime.checkpoints.tensors import chunks_of, head_of, padded, read_file, read_values, write_file

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rota import Checkpoints, PipelineError, split
-from rota.core.simulation import simulate
+from rota import Checkpoints, PipelineError, simulate, split
 from rota.runtime.checkpoints import Checkpoint, snapshots
 from rota.runtime.checkpoints.tensors import chunks_of
 from rota.runtime.environment import PROGRESS

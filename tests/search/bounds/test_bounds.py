@@ -6,14 +6,8 @@ from random import Random
 
 import pytest
 
-from rota import schedules
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.placement import Placement
+from rota import Cluster, Costs, Kind, Op, Placement, Plan, StepEnd, Task, schedules, simulate
 from rota.core.placing import bidirectional, place, wave
-from rota.core.plan import Plan
-from rota.core.simulation import simulate
-from rota.core.tasks import Kind, Op, StepEnd, Task
 from rota.search import bounds
 from rota.search.problem import Problem
 from support.problem_library import proven_us

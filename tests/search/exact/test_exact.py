@@ -5,12 +5,8 @@ from functools import partial
 
 import pytest
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.errors import SearchError
-from rota.core.placement import Placement
-from rota.core.simulation import check, simulate
-from rota.search import bounds, find_plan
+from rota import Cluster, Costs, Placement, SearchError, check, find_plan, simulate
+from rota.search import bounds
 from rota.search.budget import Budget
 from rota.search.exact import Exact, cpsat, longest_us, solve
 from rota.search.problem import Problem

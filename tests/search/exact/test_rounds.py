@@ -5,13 +5,8 @@ from random import Random
 
 import pytest
 
-from rota import shapes
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.placement import Placement
-from rota.core.placing import place
-from rota.core.simulation import check, simulate
-from rota.core.tasks import Edge, Kind, Task, scalar
+from rota import Cluster, Costs, Edge, Kind, Placement, Task, check, place, shapes, simulate
+from rota.core.tasks import scalar
 from rota.search import bounds, exact
 from rota.search.budget import Budget
 from rota.search.exact.rounds import Rounds

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from rota.core.cluster import Cluster
-from rota.core.costs import Costs
-from rota.core.placing import place, wave
-from rota.core.plan import Plan
-from rota.core.simulation import check
+from rota import Cluster, Costs, Plan, check, place, wave
 from rota.schedules import one_f_one_b, zb_h1, zb_h2
 from rota.search.budget import Budget
 from rota.search.dispatching import Memory, serial
