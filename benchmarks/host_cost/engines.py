@@ -75,17 +75,8 @@ def execution(plan: Plan, rank: int) -> Engine:
         {(edge, False, m): Format(LAYOUT) for edge in range(len(stages.edges)) for m in range(n)}
     )
     nones = Microbatches([None] * n)
-    batch, count = Batch(nones, nones, [1 / n] * n), Count()
-    return lambda: made.run(batch, 1, False, count.tick), made.settle
-
-
-class Count:
-    """As the pipeline's watchdog."""
-
-    number = 0
-
-    def tick(self) -> None:
-        self.number += 1
+    batch = Batch(nones, nones, [1 / n] * n)
+    return lambda: made.run(batch, 1, False), made.settle
 
 
 def pytorch(plan: Plan, rank: int) -> Engine:

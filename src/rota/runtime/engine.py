@@ -191,7 +191,7 @@ class Engine:
             self.gradients.begin(ready.reductions, call.syncs, agreed.learns)
         seed = agreed.seed + self.processes.replica
         with self.updates.refused() if call.is_step else nullcontext():
-            execution.run(batch, seed, agreed.learns, self.watchdog.tick, watch)
+            execution.run(batch, seed, agreed.learns, watch)
         refuse_writes_to_shared(batch.split_inputs, batch.split_targets)
         self.gradients.finish(execution, call.syncs)
 

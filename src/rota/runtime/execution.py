@@ -6,7 +6,7 @@ agreed batch ──▶ receive ▸ run op ▸ send ▸ receive ▸ …, see `bou
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -63,7 +63,8 @@ class Execution:
         modules = [stages[stage] for stage in plan.placement.stages_on(here.rank)]
         known = known if sizes and known is not None else KnownLayouts()
         self._layouts = Layouts(modules, sizes, known, self._bound.keys_elsewhere(), self._bound.formats)
-        self._at: Action | Step | None = None  # None before the first and after the last
+        #: What the run is at, None before the first action and after the last.
+        self.at: Action | Step | None = None
         self._awaited = ""  # what the rank waits for outside of its actions
         self._steps: list[Bound] = []  # of the run that goes on, or the last one
         self.bind(hooks or Hooks())
@@ -95,12 +96,10 @@ class Execution:
 
     # --- one run ------------------------------------------------------------------------------------------------------
 
-    def run(
-        self, batch: Batch, seed: int, learns: bool, tick: Callable[[], None], watch: MemoryWatch | None = None
-    ) -> None:
-        """Run all actions. If it `learns`, values are sent with their layouts. `tick` is called before each action.
+    def run(self, batch: Batch, seed: int, learns: bool, watch: MemoryWatch | None = None) -> None:
+        """Run all actions. If it `learns`, values are sent with their layouts. `watch` sees each op's end.
 
-        `watch` sees each op's end. On a queued device all actions have been enqueued when it returns.
+        On a queued device all actions have been enqueued when it returns.
         """
         if self.trains:
             refuse_modes_without_gradients()
@@ -110,11 +109,10 @@ class Execution:
         with collect_losses() as added, torch.set_grad_enabled(self.trains):
             self.compute.begin(batch, seed, learns, added)
             try:
-                for self._at, act in actions:
-                    tick()
+                for self.at, act in actions:
                     act()
-                    if watch is not None and self._at.what == "run":  # here, where the op's own variables are gone
-                        watch.op_ended(op_of(self._at))
+                    if watch is not None and self.at.what == "run":  # here, where the op's own variables are gone
+                        watch.op_ended(op_of(self.at))
             except PipelineError:
                 raise
             except Exception as error:
@@ -122,7 +120,7 @@ class Execution:
                 raise
             finally:
                 added.losses.clear()
-        self._at = None
+        self.at = None
         (self._channels or self._transport).drain()
         if self.trains:
             edges = [edge[:2] for edge in self._stages.edges]
@@ -156,7 +154,7 @@ class Execution:
 
     def _explain(self, error: Exception) -> None:
         """Raises PipelineError if an op's error is told by how the op was run; else adds its place to the error."""
-        at = self._at
+        at = self.at
         if at is None or at.what != "run":
             return
         op = op_of(at)
@@ -199,7 +197,7 @@ class Execution:
 
     def doing(self, frames: list[FrameType]) -> Doing:
         """What the run is doing, or what it waits for, by the stack of the thread that runs it."""
-        at, oldest = self._at, self._transport.oldest
+        at, oldest = self.at, self._transport.oldest
         if not isinstance(at, Step) and self.on_device is not None:
             return self.on_device
         if (message := self._transport.awaited(frames)) is not None:

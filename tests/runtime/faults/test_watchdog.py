@@ -259,7 +259,7 @@ def test_slow_steps_rests_and_failed_steps_do_not_wake_it(tmp_path: Path) -> Non
 class OnDevice:
     """A run whose device never ends what it has."""
 
-    is_queued, num_reached, num_looks = True, 0, 0
+    is_queued, at, num_reached, num_looks = True, None, 0, 0
     on_device = Doing(True, "waits on its device")
 
     def look(self) -> None:

@@ -79,6 +79,10 @@ class Run(Protocol):
     on_device: Doing | None
     num_reached: int
 
+    @property
+    def at(self) -> object:
+        """What it is at, which is progress if it changes."""
+
     def look(self) -> None:
         """Ask the device."""
 
@@ -225,9 +229,10 @@ class Watchdog:
             self._look()
             is_at_work = self._is_at_work
             is_idle = not any(watchdog._is_at_work for watchdog in [*_open])
-            num_reached = 0 if self._watched.run is None else self._watched.run.num_reached
+            run = self._watched.run
+            reached = None if run is None else (run.at, run.num_reached)
             num_ticks = sum(watchdog._count for watchdog in [*_open]) if is_idle else self._count
-            state = is_at_work, num_ticks, num_reached
+            state = is_at_work, num_ticks, reached
             if state != before or not (is_at_work or is_idle):  # another pipeline of this process is at work
                 before, self._still_s, failed_s = state, 0.0, 0.0
             else:
