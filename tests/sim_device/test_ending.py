@@ -60,7 +60,7 @@ def test_a_rank_reports_and_ends_beside_kernels_that_wait(tmp_path: Path, where:
 
 
 SCRIPT = """
-import atexit, time
+import atexit, sys, time
 atexit.register(time.sleep, 1000)  # as Python's clean-up waits for kernels of the script's own groups
 import torch.distributed as dist
 from rota import Pipeline
@@ -68,18 +68,28 @@ from support.networks import batch_of, chain, loss_fn
 from support.sim_device import SimDevice
 from sim_device.test_ending import plan_of
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 with SimDevice().active():
-    pipeline = Pipeline(chain(1).to("sim"), plan_of(1), loss_fn)
-    pipeline.step(*(tensor.to("sim") for tensor in batch_of(4)))
-    {break_off}
+    pipeline = Pipeline(chain(2).to("sim"), plan_of(2), loss_fn)
+    for step in range(2):
+        pipeline.step(*(tensor.to("sim") for tensor in batch_of(4)))
+        if rank == 0:
+            SCOPE: 1 / 0
 """
 
 
-@pytest.mark.parametrize("break_off", ["with pipeline: 1 / 0", "1 / 0"])
-def test_an_error_of_its_own_is_shown_and_ends_it(break_off: str) -> None:
+@pytest.mark.dist
+@pytest.mark.parametrize("scope", ["with pipeline", "if True"])
+def test_an_error_of_its_own_is_shown_and_ends_it(tmp_path: Path, scope: str) -> None:
     """Also where nothing but the end of the script closes the pipeline."""
-    command = [sys.executable, "-c", SCRIPT.format(break_off=break_off)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 1, done
-    assert done.stderr.endswith("ZeroDivisionError: division by zero\n"), done
+    command, store = [sys.executable, "-c", SCRIPT.replace("SCOPE", scope)], str(tmp_path / "store")
+    ranks = [subprocess.Popen([*command, str(rank), store], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        first, second = (rank.communicate(timeout=LIMIT_S)[1] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1], (first, second)
+    assert first.endswith("ZeroDivisionError: division by zero\n"), first
+    assert "the first error was that of rank 0: ZeroDivisionError: division by zero" in second

@@ -215,14 +215,14 @@ class Processes:
 
         After a lost rank, nothing behind this report is certain to run.
         """
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        groups, is_alone = self._groups_on_device, dist.get_world_size() == 1
+        if error is None or (isinstance(error, SystemExit) and not error.code) or is_alone or not groups:
             return
-        groups, self._groups_on_device = self._groups_on_device, []
-        if groups and isinstance(error, LostRankError):
+        if isinstance(error, LostRankError):
             at = f" ({where})" if (where := place(frames_of(threading.get_ident()))) else ""
             show(f"rota: {self.names[dist.get_rank()]}: {error_text(error)}{at}")
-        if groups:
-            abandon(groups, error)
+        self._groups_on_device = []
+        abandon(groups, error)
 
     def close(self) -> list[dist.ProcessGroup]:
         """Forget the groups; returns them, for `leave`."""

@@ -26,7 +26,7 @@ from rota.core.errors import LostRankError, PipelineError
 from rota.runtime import control
 from rota.runtime.device.local import group_backend
 from rota.runtime.environment import STORE, end_with_parent
-from rota.runtime.faults.watchdog import PATIENT, limit_s
+from rota.runtime.faults.watchdog import LONGEST_S, PATIENT, limit_s
 from rota.runtime.json_messages import all_gather_json, broadcast_json
 from rota.torch_internals import replace_rendezvous, set_default_timeout
 
@@ -34,7 +34,6 @@ Result = TypeVar("Result")
 
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
 _LONGER = 1.1  # each pause than the one before: processes that start together meet within milliseconds
-_LONGEST_S = 10 * 365 * 86400.0  # instead of no limit
 _ABORT_S = 3.0
 _num_meetings = 0
 
@@ -78,7 +77,7 @@ def group_timeout(limit: float) -> timedelta:
 
 
 def _patience_s(limit: float) -> float:
-    return min(PATIENT * limit, _LONGEST_S)
+    return min(PATIENT * limit, LONGEST_S)
 
 
 def leave(groups: Iterable[dist.ProcessGroup | None]) -> None:
@@ -122,9 +121,11 @@ def leave_world(is_own: bool) -> None:
 
 
 def _end() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
 
 
 @atexit.register

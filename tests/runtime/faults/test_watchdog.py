@@ -274,7 +274,7 @@ def look_until_it_is_wrong(rank: int, how: str) -> None:
     clock, run, timers = WatchClock(), OnDevice(), list[str]()
     faulthandler.dump_traceback_later = lambda *_, **__: timers.append("put off")
     faulthandler.cancel_dump_traceback_later = lambda: timers.append("cancelled")
-    watched = watchdog.Watchdog(TIMEOUT_S, watchdog.Watched(["rank 0"], run))
+    watched = watchdog.Watchdog(TIMEOUT_S, watchdog.Watched(["rank 0", "rank 1"], run))
     clock.let_pass(3)
     assert (run.num_looks, timers) == (3, ["put off"] * 3)
     if how == "here":
@@ -312,7 +312,7 @@ def look_at_a_stuck_device(rank: int) -> None:
     watchdog._LAST_RESORT_S = 1.5
     run = OnDevice()
     run.look = lambda: ctypes.PyDLL(None).sleep(1000)  # type: ignore[method-assign]
-    watchdog.Watchdog(0.5, watchdog.Watched(["rank 0"], run))
+    watchdog.Watchdog(0.5, watchdog.Watched(["rank 0", "rank 1"], run))
     hang()
 
 

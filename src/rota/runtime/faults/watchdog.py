@@ -42,7 +42,7 @@ from rota.runtime.faults.roll_call import End, RollCall
 EXIT_CODE = 70  # as sysexits.h: internal failure; `rota run` shows the message above it
 _AFTER_A_FAILURE_S = 2.0  # by then, ranks that can notice by themselves that another one is gone have done so
 _LAST_RESORT_S = 30.0  # after the limit, by which time all have reported
-_LONGEST_S = 1e9  # instead of no limit
+LONGEST_S = 10 * 365 * 86400.0  # instead of no limit
 _FIRST_ERROR_S = 0.5  # for the rank with the first error to print it before others do
 PATIENT = 10  # times the limit, while ranks load a model or write a checkpoint, each at its own pace, or work outside
 _LEAST_S, _NUM_STEPS = 60.0, 20
@@ -149,7 +149,7 @@ class Watchdog:
         try:
             yield
         except LostRankError as error:
-            self._active = False
+            self._active, self._is_wrong = False, True
             self._explain(error)
             raise
         finally:
@@ -167,7 +167,7 @@ class Watchdog:
             with suppress(RuntimeError):
                 self._roll_call.publish_end(End(words, self._watched.num_calls))
             return
-        self._fails, self._is_wrong = True, not is_on_all_ranks(error)
+        self._fails, self._is_wrong = True, len(self._watched.names) > 1 and not is_on_all_ranks(error)
         words, is_lost = error_text(error), isinstance(error, LostRankError)
         control.report("lost" if is_lost else "fails", "" if is_lost else words)
         with suppress(RuntimeError):
@@ -264,7 +264,7 @@ class Watchdog:
             limits = (
                 other._limit_s if other._is_at_work or other._fails else other._idle_limit_s for other in [*_open]
             )
-            limit_s = min(min(limits, default=math.inf) + _LAST_RESORT_S, _LONGEST_S)
+            limit_s = min(min(limits, default=math.inf) + _LAST_RESORT_S, LONGEST_S)
             faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
             if not self._is_wrong:
                 run.look()
