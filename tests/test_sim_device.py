@@ -8,28 +8,37 @@ import sys
 
 import pytest
 
-from support import ROOT
+from support import ROOT, device_guard
 
+pytestmark = pytest.mark.skipif(
+    device_guard.COMPILER is None, reason="the simulated device is compiled, and there is no C++ compiler"
+)
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/sim_device").glob("test_*.py"))
+#: Autograd's engine makes its threads at the first backward, here before there is a simulated device.
+AFTER_A_BACKWARD = "import sys, pytest, torch; torch.ones((), requires_grad=True).sum().backward(); sys.exit(pytest.main(sys.argv[1:]))"
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_on_the_simulated_device() -> None:
-    run_there("not sweep", timeout_s=580)
+    run_there("-m", "pytest", *FILES, "-m", "not sweep", timeout_s=580)
+
+
+@pytest.mark.dist
+def test_after_a_backward_in_the_same_process() -> None:
+    run_there("-c", AFTER_A_BACKWARD, "tests/sim_device/test_placing.py", "-k", "are_restored or copied_once")
 
 
 @pytest.mark.dist
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_more_on_the_simulated_device() -> None:
-    run_there("sweep or sampled", timeout_s=1780)
+    run_there("-m", "pytest", *FILES, "-m", "sweep or sampled", timeout_s=1780)
 
 
-def run_there(marked: str, timeout_s: float) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", marked]
+def run_there(*command: str, timeout_s: float = 120) -> None:
     done = subprocess.run(
-        [*command, *FILES],
+        [sys.executable, *command, "-q", "-p", "no:xdist", "-p", "no:cacheprovider"],
         cwd=ROOT,
         env=os.environ | {"ROTA_SIM_DEVICE": "1"},
         capture_output=True,

@@ -1,7 +1,7 @@
-"""Registering a device changes autograd in a whole process: tests/test_sim_device.py runs these in one of their own.
+"""From its registration on, the device is a process's accelerator: tests/test_sim_device.py runs these in their own.
 
-It must be registered before the first backward of a process, which starts autograd's threads: one per device. Processes
-of the pool do that when they start.
+Autograd's engine runs backwards in a thread of the device if it was registered before the first one, as it is in the
+processes of the pool; else in the thread that calls it.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from support.fresh import run_fresh
 from support.networks import batch_of, chain, loss_fn
 from support.pool import LIMIT_S
 from support.sim_device import SimDevice
+from support.sim_device.groups import SimGroup
 from support.sim_device.pool import pipelines_on_sim
-from support.sim_device.runtime_device import SimGroup
 
 
 def hang(*_: Any) -> None:

@@ -21,6 +21,7 @@ from runtime.test_step_handles import APPLIED, FORMS, N, losses_by_name, stages_
 from support.networks import batch_of, chain, clear, loss_fn, plan_for, refusal
 from support.pool import Pool
 from support.sim_device import SimDevice, current_device
+from support.sim_device.groups import READ
 from support.sim_device.pool import SimPool
 
 
@@ -55,7 +56,7 @@ def no_syncs(reads: int = 0) -> Iterator[None]:
     device = current_device()
     device.syncs.clear()
     yield
-    of_earlier = [sync for sync in device.syncs if sync.operation == "read"]
+    of_earlier = [sync for sync in device.syncs if sync.operation == READ]
     assert len(of_earlier) <= reads, of_earlier
     assert len(device.syncs) == len(of_earlier), [*device.syncs]
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import rota
-from rota import Cluster, Costs, Pipeline, place, spmd
+from rota import Cluster, Costs, Pipeline, Plan, Stages, place, spmd
+from rota.runtime.device.streams import StreamDevice
 from rota.runtime.reducing.replicas import GradientAllReduce
 from rota.schedules import gpipe
 from runtime import (
@@ -24,12 +27,22 @@ from runtime import (
 )
 from runtime.gradients import test_recompute
 from runtime.reducing import test_replicas, test_shared_weights
-from support.networks import assert_as_unsplit, batch_of, chain, family_cases, loss_fn, pipeline_steps, plan_for
+from support.networks import (
+    StepResult,
+    assert_as_unsplit,
+    batch_of,
+    chain,
+    family_cases,
+    loss_fn,
+    pipeline_steps,
+    plan_for,
+    stages_of,
+)
 from support.pool import Pool
 from support.sampling import some
 from support.sim_device import SimDevice
+from support.sim_device.groups import SIM, SimGroup
 from support.sim_device.pool import SimPool
-from support.sim_device.runtime_device import SimRuntimeDevice, opened
 
 pytestmark = pytest.mark.dist
 
@@ -47,12 +60,6 @@ def sim_pool(pool: Pool) -> SimPool:
 def test_every_family(sim_pool: SimPool, num_ranks: int) -> None:
     """Those of two streams are in `test_both_directions`."""
     assert_as_unsplit(sim_pool, num_ranks, family_cases(num_ranks))
-
-
-def test_processes_that_have_run_tests_of_the_cpu_can_run_these(pool: Pool, sim_pool: SimPool) -> None:
-    pool.renew()
-    for either in (pool, sim_pool):
-        either.run(2, pipeline_steps, chain(2), plan_for(2), [batch_of(4)])
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.sweep)])
@@ -104,7 +111,7 @@ def kernels_of_reductions(rank: int) -> list[int]:
     """Of 3 and 300 parameters, with all gradients and with every other one, from the second reduction on."""
     group, counts = dist.new_group(backend="sim"), []
     with SimDevice(f"rank {rank}").checked() as hardware:
-        device = SimRuntimeDevice(torch.device("sim"))
+        device = StreamDevice(SIM)
         for num, every in itertools.product((3, 300), (1, 2)):
             parameters = [nn.Parameter(torch.ones(2, 3, device="sim")) for _ in range(num)]
             reduced = GradientAllReduce(parameters, group, device, 2)
@@ -133,36 +140,87 @@ def test_replicas_that_accumulate(sim_pool: SimPool, pp: int, dp: int) -> None:
     test_replicas.test_gradients_add_up_over_steps_with_and_without_sync(sim_pool, pp, dp)  # type: ignore[arg-type]
 
 
+def turned(linear: nn.Linear, x: Tensor) -> Tensor:
+    return torch.tanh(linear(x)).t()
+
+
+def turned_back(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Its gradient is not contiguous either."""
+    return torch.tanh(linear(x.t()))
+
+
+def test_values_that_are_not_contiguous(sim_pool: SimPool) -> None:
+    """A send copies them on its own stream, so the originals are held until then, too."""
+
+    stages = stages_of(turned, turned_back)
+    assert_as_unsplit(sim_pool, 2, [(stages, plan_for(2), [batch_of(4, step) for step in (1, 2)])])
+
+
+def dropout_steps(rank: int, plan: Plan) -> list[StepResult]:
+    torch.manual_seed(0)
+    stages = Stages([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).double() for _ in range(2)])
+    return pipeline_steps(rank, stages, plan, [batch_of(4, step) for step in (1, 2)], recompute="full")
+
+
+def test_dropout_is_the_same_in_schedules_that_draw_in_different_orders(sim_pool: SimPool) -> None:
+    chimera = test_shared_weights.STREAMS["chimera on 2"]
+    by_rank, others = (sim_pool.run(2, dropout_steps, plan) for plan in (plan_for(2), chimera))
+    for step in range(2):
+        whole = by_rank[0][step].gradients | by_rank[1][step].gradients
+        for results in others:
+            assert abs(results[step].loss - by_rank[0][step].loss) < 1e-12
+            for (stage, name), gradient in results[step].gradients.items():  # of both streams
+                torch.testing.assert_close(gradient, whole[stage % 2, name], rtol=1e-12, atol=1e-12)
+
+
+def fails_while_its_device_is_busy(rank: int) -> list[bool]:
+    """Of each communicator whether it has a kernel that the device has not ended, when the pipeline has."""
+    made = list[SimGroup]()
+    with patch.object(SimGroup, "made", made), suppress(KeyError), Pipeline(chain(1), plan_for(1), loss_fn) as pipeline:
+        pipeline.step(*batch_of(4))
+        pipeline.begin_step(*batch_of(4))
+        assert any(group.is_busy() for group in made)
+        raise KeyError
+    return [group.is_busy() for group in made]
+
+
+def test_what_a_failed_rank_leaves_on_its_device_is_aborted(sim_pool: SimPool) -> None:
+    """Or leaving a group would wait for kernels that wait for other ranks."""
+    ((*are_busy,),) = sim_pool.run(1, fails_while_its_device_is_busy)
+    assert are_busy
+    assert not any(are_busy)
+
+
 def test_stages_on_several_ranks(sim_pool: SimPool) -> None:
     test_spmd.test_stages_on_several_ranks(sim_pool, "M with a head", False)  # type: ignore[arg-type]
 
 
-def opened_in_steps(rank: int, pp: int) -> tuple[int, int]:
-    """How many communicators there are before the steps and after them: of 4 ranks, or of 2 with replicas and a tie."""
+def communicators_of_steps(rank: int, pp: int) -> int:
+    """How many a rank has: of 4 ranks, or of 2 with replicas and a tie."""
     mesh = rota.mesh(pp=pp, dp=4 // pp)
     ranks: test_spmd.Ranks = [(0, 1), (2, 3), (0, 1), (3,)] if pp == 4 else [(0,), (1,), (0,)]
-    opened.clear()
-    groups = {on: spmd.group(on, mesh) for on in dict.fromkeys(ranks)}
-    stages = test_spmd.stages_on(ranks, [(a, a + 1) for a in range(len(ranks) - 1)], groups)
-    if pp == 2:
-        stages[2].linear.weight = stages[1].linear.weight  # type: ignore[union-attr]
-    plan = gpipe(place(Costs.uniform(len(ranks)), Cluster.uniform(pp), ranks), 4)
-    with Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
-        num_before = len(opened)
-        pipeline.step(*batch_of(4, pipeline.replica))
-    return num_before, len(opened)
+    with patch.object(SimGroup, "made", list[SimGroup]()) as made:
+        groups = {on: spmd.group(on, mesh) for on in dict.fromkeys(ranks)}
+        stages = test_spmd.stages_on(ranks, [(a, a + 1) for a in range(len(ranks) - 1)], groups)
+        if pp == 2:
+            stages[2].linear.weight = stages[1].linear.weight  # type: ignore[union-attr]
+        plan = gpipe(place(Costs.uniform(len(ranks)), Cluster.uniform(pp), ranks), 4)
+        with Pipeline(stages, plan, loss_fn, mesh=mesh) as pipeline:
+            pipeline.step(*batch_of(4, pipeline.replica))
+        return sum(group.is_open for group in made)
 
 
 @pytest.mark.parametrize("pp", [4, 2])
 def test_no_communicator_is_made_in_a_step(sim_pool: SimPool, pp: int) -> None:
-    for before, after in sim_pool.run(4, opened_in_steps, pp):
-        assert before == after > 1
+    """Its hosts would wait for each other, which `sim_pool` refuses in first steps, too."""
+    assert min(sim_pool.run(4, communicators_of_steps, pp)) > 1
 
 
 def test_evaluation(sim_pool: SimPool) -> None:
     test_inference.test_batch_norm(sim_pool, "K", True)  # type: ignore[arg-type]
 
 
-def test_chunks_of_samples(sim_pool: SimPool) -> None:
+def test_chunks_of_samples(pool: Pool) -> None:
+    """A pinned batch is cut into parts that are not pinned, so that copies of them wait."""
     test = test_sequence_chunks.test_plans_per_step_of_replicas_that_have_other_chunks
-    test(sim_pool, 1, "none")  # type: ignore[arg-type]
+    test(SimPool(pool, (*ZEROED, "microbatch_inputs.py")), 1, "none")  # type: ignore[arg-type]

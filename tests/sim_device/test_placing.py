@@ -30,8 +30,8 @@ from support.networks import (
 from support.odd_stages import Calls
 from support.pool import Pool
 from support.sim_device import SimDevice
+from support.sim_device.groups import syncs_inside_steps
 from support.sim_device.pool import SimPool
-from support.sim_device.runtime_device import syncs_inside_steps
 
 pytestmark = pytest.mark.dist
 

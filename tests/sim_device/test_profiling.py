@@ -15,11 +15,12 @@ from rota import Cluster, PipelineError, Stages
 from rota.profiling import clocks, links
 from rota.profiling.clocks import DeviceClock, Spinner, launch_text
 from rota.profiling.links import measure_links
+from rota.runtime.device.streams import StreamDevice
 from support.networks import loss_fn
 from support.pool import Pool
 from support.profiles import profile, profile_layers
 from support.sim_device import Block, SimDevice
-from support.sim_device.runtime_device import SIM, SimRuntimeDevice
+from support.sim_device.groups import SIM
 
 
 def timed(cost_ns: Callable[[str, Sequence[Block]], int]) -> SimDevice:
@@ -31,7 +32,7 @@ def costing(us: float) -> Callable[[str, Sequence[Block]], int]:
     return lambda name, written: round(1000 * us)
 
 
-def spun_us(device: SimRuntimeDevice, spinner: Spinner, us: float) -> float:
+def spun_us(device: StreamDevice, spinner: Spinner, us: float) -> float:
     """What the kernels take that keep the device busy for `us`."""
     device.begin()
     spinner.spin(10_000)
@@ -49,7 +50,7 @@ def test_kernels_that_spin_are_calibrated() -> None:
         return 2_000 + sum(block.num_bytes for block in written)
 
     with timed(cost_ns).active():
-        device = SimRuntimeDevice(SIM)
+        device = StreamDevice(SIM)
         for spinner, resolution_us in ((Spinner(device), 40), (Spinner(device, clocks._chain(SIM)), 1100)):
             for us in (3000, 8000):
                 assert spun_us(device, spinner, us) == pytest.approx(us, abs=resolution_us)
@@ -73,19 +74,19 @@ def kernels(*counts: int) -> Callable[[Callable[[], None]], None]:
 def test_parts_take_what_their_kernels_cost() -> None:
     hardware = timed(costing(30_000))
     with hardware.active():
-        clock = DeviceClock(SimRuntimeDevice(SIM))
+        clock = DeviceClock(StreamDevice(SIM))
         run = kernels(3, 0, 5)
         hardware.syncs.clear()
         laps = clock.timed(run, 3, 0, together=True)
         assert laps.us == pytest.approx([90_000, 0, 150_000], abs=0.01)
         assert laps.spread < 0.001
-        assert {sync.operation for sync in hardware.syncs} == {"times_ns"}
+        assert {sync.operation for sync in hardware.syncs} == {"StreamDevice.times_ns"}
         assert launch_text("FRB", laps) == ""
 
 
 def test_launches_that_take_longer_than_kernels_are_told_and_left_out_of_their_times() -> None:
     with timed(costing(1)).active():
-        laps = DeviceClock(SimRuntimeDevice(SIM)).timed(kernels(4, 20), 3, 0, together=True)
+        laps = DeviceClock(StreamDevice(SIM)).timed(kernels(4, 20), 3, 0, together=True)
         assert laps.us == pytest.approx([4, 20], abs=0.01)
         assert min(laps.host_us) > 20
         assert not any(laps.starved)
@@ -97,7 +98,7 @@ def test_a_host_that_cannot_keep_ahead_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(clocks, "_LONGEST_HEAD_START_US", 0.0)
     monkeypatch.setattr(Spinner, "spin", lambda spinner, us: None)
     with SimDevice(cost_ns=costing(1), host_ns=2_000).active():
-        laps = DeviceClock(SimRuntimeDevice(SIM)).timed(kernels(20), 3, 0, together=True)
+        laps = DeviceClock(StreamDevice(SIM)).timed(kernels(20), 3, 0, together=True)
         assert laps.us == pytest.approx([20 * 2], abs=2)  # the host's time
         assert laps.starved == [True]
         assert launch_text("F", laps).endswith("to enqueue, the device waits for it")
@@ -137,7 +138,7 @@ def test_stages(monkeypatch: pytest.MonkeyPatch) -> None:
             stages, x, x, loss_fn, split_backward=True, optimizer=adam, repeats=2, recompute=[1], report=messages.append
         )
     hardware.check()
-    assert {sync.partition(" ")[0] for sync in syncs} == {"times_ns"}, syncs
+    assert {sync.partition(" ")[0] for sync in syncs} == {"StreamDevice.times_ns"}, syncs
     for name in BYTES:
         assert getattr(costs, name) == getattr(on_cpu, name), name
     assert messages[0] == "measuring 2 stages on sim, one after another"
@@ -161,7 +162,7 @@ def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         syncs = inside_timed_parts(hardware, monkeypatch)
         layers = profile_layers(model.to("sim"), x.to("sim"), x.to("sim"), loss_fn, repeats=2, report=messages.append)
     hardware.check()
-    assert {sync.partition(" ")[0] for sync in syncs} == {"times_ns"}, syncs
+    assert {sync.partition(" ")[0] for sync in syncs} == {"StreamDevice.times_ns"}, syncs
     for name in ("kept_bytes", "waiting_bytes", "boundary_bytes", "parameter_bytes", "changed_bytes"):
         assert getattr(layers, name) == getattr(on_cpu, name), name
     assert layers.note == "measured on sim, one layer after another"

@@ -10,6 +10,7 @@ may read what another one wrote only if its stream's clock covers that one; even
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import threading
@@ -17,15 +18,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
+
+from support import device_guard
 
 Clock = dict[int, int]
 
 _TORCH = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
-_OUTSIDE_OF_BACKWARD = -1
-_ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of nodes that add to `.grad`
 
 
 class RaceError(AssertionError):
@@ -37,7 +39,7 @@ class FreedTooEarlyError(AssertionError):
 
 
 class HostSync(NamedTuple):
-    """The host waited for the device: in which operation, and from which line of code."""
+    """The host waited for the device: in which operation, or in which function for an event; from which line."""
 
     operation: str
     where: str
@@ -46,23 +48,22 @@ class HostSync(NamedTuple):
 class Stream:
     """A queue of kernels of one device."""
 
-    _ids = itertools.count()
+    _numbers = itertools.count(1)  # to PyTorch 0 is the default stream, of whichever device is active
 
-    def __init__(self, device: SimDevice, name: str) -> None:
-        self.id, self.device, self.name = next(Stream._ids), device, name
+    def __init__(self, device: SimDevice, name: str = "") -> None:
+        self.number, self.device = next(Stream._numbers), device
+        self.name = name or f"stream {self.number}"
         self.clock: Clock = {}
         self.last = "its start"  # its last kernel
         self.free_ns = 0  # when its last kernel ends, in ns of the monotonic clock
+        _streams[self.number] = self
+        device.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         """Kernels that come from now on start after the event."""
         with self.device.lock:
             _merge(self.clock, event.clock)
             self.free_ns = max(self.free_ns, event.time_ns)
-
-    def record_event(self) -> Event:
-        """An event behind all kernels so far."""
-        return Event(self)
 
     def __repr__(self) -> str:
         return self.name
@@ -71,28 +72,39 @@ class Stream:
 class Event:
     """A point in a stream, behind all kernels that it has got so far."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._device = stream.device
+    _numbers = itertools.count(1)
+
+    def __init__(self, stream: Stream, is_timed: bool) -> None:
+        self.number, self._device, self._is_timed = next(Event._numbers), stream.device, is_timed
         with self._device.lock:
             _merge(stream.clock, self._device.host)
             self.clock: Clock = dict(stream.clock)
             self.time_ns = max(stream.free_ns, self._device.now_ns)
+        _events[self.number] = self
 
     def query(self) -> bool:
         """Whether the device has got there, as far as the host knows then."""
         device = self._device
         with device.lock:
             if device.cost_ns is not None and device.now_ns >= self.time_ns:
-                _merge(device.host, self.clock)
+                device.host_knows(self.clock)
             return _covers(device.host, self.clock)
+
+    def synchronize(self) -> None:
+        """The host waits for it, which is counted if the host did not know that it was reached."""
+        if not self.query():
+            self._device.host_waits(self.clock, sys._getframe(3).f_code.co_qualname, self.time_ns)
+
+    def elapsed_ns(self, later: Event) -> int:
+        """To a later one; NO_TIME, for which PyTorch raises an error, unless both have times and were reached."""
+        is_known = all(event._is_timed and event.query() for event in (self, later))
+        return later.time_ns - self.time_ns if is_known else device_guard.NO_TIME
 
 
 class _Access(NamedTuple):
     stream: Stream
     count: int
     name: str
-    backward: int
-    clock: Clock | None  # of accesses in a backward, whose engine orders them
 
 
 class Block:
@@ -103,17 +115,17 @@ class Block:
     def __init__(self, device: SimDevice, num_bytes: int, what: str, made_by: str | None = None) -> None:
         """`made_by`: the kernel that has just written to it; None: nothing has."""
         self.device, self.num_bytes, self.what = device, num_bytes, what
-        self.owner = device.stream_of_kernel()
+        self.owner = device.current_stream
         # Kernels of the owner may have used the memory before: whoever else writes to it comes after them.
         name = made_by or f"the allocation of {what} on {self.owner}, after {self.owner.last}"
-        self.write = device.last_access(self.owner, name)
+        self.write = _last_access(self.owner, name)
         self.reads: dict[int, _Access] = {}
         self.recorded: set[int] = set()
         device.count_bytes(num_bytes)
 
-    def record_stream(self, stream: Stream) -> None:
+    def record_stream(self, stream: torch.Stream) -> None:
         """When the block is freed, it is reused only after what `stream` has got by then."""
-        self.recorded.add(stream.id)
+        self.recorded.add(_streams[stream.stream_id].number)
 
     def __del__(self) -> None:
         self.device.free(self)
@@ -122,107 +134,94 @@ class Block:
 class SimDevice:
     """One rank's device and host.
 
-    An event is done only when the host has waited for it, as on a device that is far behind its host. `goes_on`: errors
-    are raised by `check` alone, not by the kernel that makes them, so that other ranks do not wait in vain. `cost_ns`:
-    what each kernel lasts, by its name and the blocks that it writes to. With it kernels of a stream run one after
-    another, and events have times: in a time of the device's own, in which the host takes `host_ns` for a kernel,
-    however busy the machine is.
+    An event is done only when the host has waited for it, as on a device that is far behind its host. `cost_ns`: what
+    each kernel lasts, by its name and the blocks that it writes to. With it kernels of a stream run one after another,
+    and events have times: in a time of the device's own, in which the host takes `host_ns` for a kernel, however busy
+    the machine is.
     """
+
+    #: Errors are raised by `check` alone, not by the kernel that makes them, so that other ranks do not wait in vain.
+    goes_on = False
 
     def __init__(
         self,
         name: str = "sim",
         *,
-        goes_on: bool = False,
         cost_ns: Callable[[str, Sequence[Block]], int] | None = None,
         host_ns: int | None = None,
     ) -> None:
         self._host_ns, self._own_ns = host_ns, 0
-        self.name, self.goes_on, self.cost_ns = name, goes_on, cost_ns
+        self.name, self.cost_ns = name, cost_ns
         self.lock = threading.RLock()
         self.host: Clock = {}  # what the host has waited for
-        self.default = Stream(self, "compute")
-        self.streams = {"compute": self.default}
-        self._current = [self.default]
+        self.streams: list[Stream] = []
+        self.default = Stream(self, "the default stream")
         self.num_kernels = 0
         self.syncs: list[HostSync] = []
         self.allocated_bytes, self.peak_bytes = 0, 0
+        self._copies: list[tuple[Clock, torch.Tensor, torch.Tensor]] = []  # to the host, which it has not waited for
         self._found: list[AssertionError] = []
         self.rng_state = torch.Generator().manual_seed(0).get_state()
-        self._last_node = -1
-        self._stream_of_node: dict[int, Stream] = {}  # of forwards that were not on the default stream
-        self._backwards: dict[int, set[Stream]] = {}
-        self._last_in_backward = self.default
 
     def __repr__(self) -> str:
         return self.name
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    def stream(self, name: str) -> Stream:
-        """The stream of this name; a new one the first time."""
-        return self.streams.setdefault(name, Stream(self, name))
-
     @property
     def current_stream(self) -> Stream:
-        """The stream that the host's kernels go to."""
-        return self._current[-1]
-
-    @contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        """Send the host's kernels to `stream`."""
-        self._current.append(stream)
-        try:
-            yield
-        finally:
-            self._current.pop()
+        """The stream that this thread's kernels go to."""
+        stream = _current_stream()
+        return self.default if stream is None or stream.device is not self else stream
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Tensors that this thread makes on "sim" are on this device."""
-        before = getattr(_thread, "device", None)
-        _thread.device = self
+        """Tensors that are made on "sim" are on this device, and threads begin with its default stream.
+
+        Backwards run in this thread where autograd's engine has none for the device, see `tensors.py`.
+        """
+        before = _streams.get(0)
+        _streams[0] = self.default
         try:
-            yield
+            with torch.autograd.set_multithreading_enabled(HAS_THREADS[0]):
+                yield
         finally:
-            _thread.device = before
+            _streams.pop(0)
+            if before is not None:
+                _streams[0] = before
 
     @contextmanager
     def checked(self) -> Iterator[SimDevice]:
-        """As `active`; raises at the end what `check` raises."""
+        """As `active`; raises at the end what `check` raises, rather than an error that may follow from it."""
         with self.active():
-            yield self
-        self.check()
+            try:
+                yield self
+            finally:
+                self.check()
 
     # --- kernels ------------------------------------------------------------------------------------------------------
 
     def launch(
-        self,
-        name: str,
-        reads: Iterable[Block] = (),
-        writes: Iterable[Block] = (),
-        stream: Stream | None = None,
-        lasts_ns: int | None = None,
+        self, name: str, reads: Iterable[Block] = (), writes: Iterable[Block] = (), lasts_ns: int | None = None
     ) -> None:
-        """A kernel on `stream`, or on the current one. Raises RaceError and FreedTooEarlyError, see `check`."""
+        """A kernel on the current stream. Raises RaceError and FreedTooEarlyError, see `check`."""
         with self.lock:
-            backward = torch._C._current_graph_task_id()
-            if backward == _OUTSIDE_OF_BACKWARD and not self.goes_on:
+            if not self.goes_on:
                 self.check()
-            stream = self.stream_of_kernel() if stream is None else stream
+            stream = self.current_stream
             clock = stream.clock
             _merge(clock, self.host)
-            clock[stream.id] = clock.get(stream.id, 0) + 1
+            clock[stream.number] = clock.get(stream.number, 0) + 1
             written = {id(block): block for block in writes}
             for block in reads:
                 if id(block) not in written:
-                    self._order(name, "reads", block, block.write, stream, backward)
+                    self._order(name, "reads", block, block.write, stream)
             for block in written.values():
                 for access in (block.write, *block.reads.values()):
-                    self._order(name, "writes", block, access, stream, backward)
-            access = self.last_access(stream, name)
+                    self._order(name, "writes", block, access, stream)
+            access = _last_access(stream, name)
             for block in reads:
-                block.reads[stream.id] = access
+                block.reads[stream.number] = access
             for block in written.values():
                 block.write, block.reads = access, {}
             self.num_kernels += 1
@@ -232,37 +231,28 @@ class SimDevice:
                 self._own_ns += self._host_ns or 0
                 stream.free_ns = max(stream.free_ns, self.now_ns) + lasts_ns
 
-    def last_access(self, stream: Stream, name: str) -> _Access:
-        """The access of the last kernel of `stream`."""
-        backward = torch._C._current_graph_task_id()
-        kept = dict(stream.clock) if backward != _OUTSIDE_OF_BACKWARD else None
-        return _Access(stream, stream.clock.get(stream.id, 0), name, backward, kept)
-
-    def _order(self, name: str, does: str, block: Block, before: _Access, stream: Stream, backward: int) -> None:
-        if before.stream is stream or stream.clock.get(before.stream.id, 0) >= before.count:
-            return
-        if before.backward == backward != _OUTSIDE_OF_BACKWARD:
-            assert before.clock is not None
-            _merge(stream.clock, before.clock)  # autograd's engine records an event for the next node, which waits
-            block.recorded.add(stream.id)
+    def _order(self, name: str, does: str, block: Block, before: _Access, stream: Stream) -> None:
+        if before.stream is stream or stream.clock.get(before.stream.number, 0) >= before.count:
             return
         self._found.append(
             RaceError(
                 f"{name} on {stream} {does} {block.what}, but no event orders it after {before.name} on {before.stream}"
             )
         )
-        if backward == _OUTSIDE_OF_BACKWARD and not self.goes_on:
+        if not self.goes_on:
             self.check()
 
     def check(self) -> None:
-        """Raise the first error that was found where none can be raised, since the last call.
-
-        That is where memory is freed, and in a backward: there an error would end the process, as the engine's threads
-        cannot pass errors of a device in Python on.
-        """
+        """Raise the first error that was found where none can be raised, since the last call: where memory is freed."""
         if self._found:
             found, self._found = self._found, []
             raise found[0]
+
+    def copies_later(self, to_host: torch.Tensor) -> None:
+        """The last kernel has written to this tensor of the host, which has its values once the host has waited."""
+        with self.lock:
+            self._copies.append((dict(self.current_stream.clock), to_host, to_host.clone()))
+            to_host.fill_(math.nan if to_host.is_floating_point() else 77)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -279,9 +269,9 @@ class SimDevice:
             owner = block.owner
             for access in (block.write, *block.reads.values()):
                 stream = access.stream
-                if stream is owner or stream.id in block.recorded:
+                if stream is owner or stream.number in block.recorded:
                     continue
-                if max(owner.clock.get(stream.id, 0), self.host.get(stream.id, 0)) < access.count:
+                if max(owner.clock.get(stream.number, 0), self.host.get(stream.number, 0)) < access.count:
                     reused = f"{block.what} was freed, and {owner} may reuse it"
                     self._found.append(
                         FreedTooEarlyError(f"{reused}, while {access.name} on {stream} may still use it")
@@ -292,15 +282,23 @@ class SimDevice:
     def host_waits(self, clock: Clock, operation: str, until_ns: int = 0) -> None:
         """The host waits, which is counted; until a time of the monotonic clock, where kernels have times."""
         self._pass_until(until_ns)
+        self.host_knows(clock)
+        self.syncs.append(HostSync(operation, _line_of_code()))
+
+    def host_knows(self, clock: Clock) -> None:
+        """The device has got there, and the host knows it; what was copied to it has arrived."""
         with self.lock:
             _merge(self.host, clock)
-            self.syncs.append(HostSync(operation, _line_of_code()))
+            arrived = [copy for copy in self._copies if _covers(self.host, copy[0])]
+            self._copies = [copy for copy in self._copies if not _covers(self.host, copy[0])]
+            for _, to_host, values in arrived:
+                to_host.data.copy_(values)
 
     def synchronize(self) -> None:
         """The host waits for all streams."""
-        for stream in self.streams.values():
+        for stream in self.streams:
             self._pass_until(stream.free_ns)
-            _merge(self.host, stream.clock)
+            self.host_knows(stream.clock)
         self.syncs.append(HostSync("synchronize", _line_of_code()))
 
     @property
@@ -314,65 +312,57 @@ class SimDevice:
         else:
             time.sleep(max(time_ns - time.monotonic_ns(), 0) / 1e9)
 
-    # --- autograd -----------------------------------------------------------------------------------------------------
-    # A node of the backward runs on the stream of its forward, in a thread of the engine. Which one that was is known
-    # by the node's sequence number: a forward's kernels come right after its node was made.
 
-    def note_forward(self) -> None:
-        """Before an operation outside of a backward: remember the stream of the node that was made for it."""
-        node = torch._C._autograd._get_sequence_nr() - 1
-        if node != self._last_node:
-            self._last_node = node
-            if self.current_stream is self.default:
-                self._stream_of_node.pop(node, None)
-            else:
-                self._stream_of_node[node] = self.current_stream
+# --- what PyTorch asks ------------------------------------------------------------------------------------------------
 
-    def stream_of_kernel(self) -> Stream:
-        """Where a kernel goes: to the current stream, or in a backward to that of the node's forward."""
-        backward = torch._C._current_graph_task_id()
-        if backward == _OUTSIDE_OF_BACKWARD:
-            return self.current_stream
-        node = torch._C._current_autograd_node()
-        stream = self._last_in_backward
-        if node is not None:
-            number = node._sequence_nr()
-            stream = self._stream_of_node.get(number, self.default)
-            if number == _ACCUMULATE_GRAD:
-                stream = self.current_stream
-        self._last_in_backward = stream
-        self._join_backward(backward, stream)
-        return stream
-
-    def _join_backward(self, backward: int, stream: Stream) -> None:
-        """The engine lets a backward's streams wait for the caller's stream, and at the end that one for them."""
-        if backward not in self._backwards:
-            self._backwards[backward] = set()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
-        if stream not in self._backwards[backward]:
-            self._backwards[backward].add(stream)
-            _merge(stream.clock, self.current_stream.clock)
-
-    def _end_backward(self, backward: int) -> None:
-        with self.lock:
-            for stream in self._backwards.pop(backward):
-                _merge(self.current_stream.clock, stream.clock)
-
-
-_thread = threading.local()
+_streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
+_events: dict[int, Event] = {}
+#: Whether autograd's engine has a thread for the device.
+HAS_THREADS = [True]
 
 
 def current_device() -> SimDevice:
-    """The device that is active in this thread; else the one that a kernel of this thread was last launched on."""
-    device = getattr(_thread, "device", None) or getattr(_thread, "last", None)
-    if device is None:
-        raise RuntimeError("no simulated device is active in this thread: with SimDevice().active(): …")
-    return device
+    """The device of this thread's current stream."""
+    stream = _current_stream()
+    if stream is None:
+        raise RuntimeError("no simulated device is active: with SimDevice().active(): …")
+    return stream.device
 
 
-def set_last_device(device: SimDevice) -> None:
-    """Threads of autograd's engine have no active device: they go on with the last one."""
-    _thread.last = device
+def _current_stream() -> Stream | None:
+    return _streams.get(_library.current_stream())
+
+
+def _record(event: int, stream: int, is_timed: bool) -> int:
+    _events.pop(event, None)
+    return Event(_streams[stream], is_timed).number
+
+
+def _reset_peak() -> None:
+    device = current_device()
+    device.peak_bytes = device.allocated_bytes
+
+
+_library = device_guard.load(
+    {
+        "new_stream": lambda _, __: Stream(current_device()).number,
+        "record": lambda event, stream: _record(event, stream, is_timed=False),
+        "record_timed": lambda event, stream: _record(event, stream, is_timed=True),
+        "wait": lambda event, stream: _streams[stream].wait_event(_events[event]) or 0,
+        "is_done": lambda event, _: _events[event].query(),
+        "host_waits": lambda event, _: _events[event].synchronize() or 0,
+        "host_waits_for_stream": lambda _, stream: Event(_streams[stream], is_timed=False).synchronize() or 0,
+        "host_waits_for_all": lambda _, __: current_device().synchronize() or 0,
+        "elapsed": lambda event, later: _events[event].elapsed_ns(_events[later]),
+        "forget": lambda event, _: _events.pop(event, None) is None,
+        "peak_bytes": lambda _, __: current_device().peak_bytes,
+        "reset_peak": lambda _, __: _reset_peak() or 0,
+    }
+)
+
+
+def _last_access(stream: Stream, name: str) -> _Access:
+    return _Access(stream, stream.clock.get(stream.number, 0), name)
 
 
 def _merge(clock: Clock, other: Clock) -> None:

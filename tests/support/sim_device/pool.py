@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from rota import Pipeline
+from rota.runtime.messages import over_tensors
 from support.moved import on_cpu, pipelines_on
 from support.pool import LIMIT_S, Pool
 from support.sim_device import SimDevice
-from support.sim_device.runtime_device import syncs_inside_steps
+from support.sim_device.groups import OPENING, syncs_inside_steps
 
 
 class SimPool:
@@ -45,16 +47,30 @@ def on_sim(rank: int, function: Callable[..., Any], *args: Any) -> tuple[Any, li
 
 @contextmanager
 def pipelines_on_sim(waits: list[str]) -> Iterator[None]:
-    """Inside, pipelines move their stages and batches to the current simulated device; `waits` gets those in steps."""
+    """Inside, pipelines move their stages and pinned batches to the current device; `waits` gets those in steps."""
     step = Pipeline.step
 
     def watched_step(pipeline: Pipeline, *args: Any, **options: Any) -> Any:
         is_first = pipeline.num_steps == 0
         syncs_inside_steps()
-        result = step(pipeline, *args, **options)
+        result = step(pipeline, *over_tensors(_pinned, args), **options)
         found = syncs_inside_steps()
-        waits.extend([] if is_first else found)
+        waits.extend(wait for wait in found if OPENING in wait or not is_first)
         return result
 
     with patch.object(Pipeline, "step", watched_step), pipelines_on(torch.device("sim")):
+        yield
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+
+@contextmanager
+def everywhere(original: Callable[..., Any], mutated: Callable[..., Any]) -> Iterator[None]:
+    """Inside, all of Rota's modules have another function."""
+    with ExitStack() as patches:
+        for module in [module for name, module in sys.modules.items() if name.startswith("rota.")]:
+            for name in [name for name, value in vars(module).items() if value is original]:
+                patches.enter_context(patch.object(module, name, mutated))
         yield

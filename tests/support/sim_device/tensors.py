@@ -11,10 +11,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from support.sim_device import autocast
-from support.sim_device.device import Block, SimDevice, Stream, current_device, set_last_device
+from support.sim_device.device import HAS_THREADS, Block, SimDevice, current_device
 
 CPU = torch.device("cpu")
 NS_PER_TICK = 0.7  # of the device's clock
@@ -59,7 +58,7 @@ class SimTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+    def record_stream(self, stream: torch.Stream) -> None:
         """See `Block.record_stream`."""
         self.block.record_stream(stream)
 
@@ -143,22 +142,22 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sims = [tensor for tensor in tensors if isinstance(tensor, SimTensor)]
     device = _device_of(sims, schema.name)
     _refuse_others(tensors, sims, schema.name)
-    if torch._C._current_graph_task_id() == -1:
-        device.note_forward()
     written = [t for i, name in schema.written for t in _tensors(args[i] if i < len(args) else kwargs.get(name))]
     if not schema.is_view and schema.name != "aten::empty_like":  # neither launches anything
         blocks = [tensor.block for tensor in written if isinstance(tensor, SimTensor)]
         device.launch(schema.name, [tensor.block for tensor in sims], blocks)
-        if _host_waits(schema.name, args, kwargs, tensors):
-            stream = device.stream_of_kernel()
-            device.host_waits(stream.clock, schema.name, stream.free_ns)
-    to_cpu = _goes_to(CPU, schema.name, kwargs)
+    waits = not schema.is_view and _host_waits(schema.name, args, kwargs, tensors)
+    if waits:
+        device.host_waits(device.current_stream.clock, schema.name, device.current_stream.free_ns)
+    to_cpu = _goes_to(CPU, schema.name, kwargs) or any(not isinstance(tensor, SimTensor) for tensor in written)
     changed = {name: _map(value, _inner) for name, value in kwargs.items()}
     if changed.get("device") is not None:
         changed["device"] = CPU
     with _Randomness(device, schema.is_random):
         result = func(*_map(args, _inner), **changed)
     if to_cpu:
+        if not waits:
+            device.copies_later(result)
         return result
     return _wrap(result, device, schema.name, tensors)
 
@@ -167,9 +166,7 @@ def _device_of(sims: list[SimTensor], name: str) -> SimDevice:
     devices = {id(sim.block.device): sim.block.device for sim in sims}
     if len(devices) > 1:
         raise MixedDevicesError(f"{name} got tensors of {' and '.join(map(str, devices.values()))}")
-    device = next(iter(devices.values())) if devices else current_device()
-    set_last_device(device)
-    return device
+    return next(iter(devices.values())) if devices else current_device()
 
 
 def _refuse_others(tensors: list[torch.Tensor], sims: list[SimTensor], name: str) -> None:
@@ -190,9 +187,9 @@ def _host_waits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor
     if name == "aten::repeat_interleave":
         return kwargs.get("output_size") is None
     is_nonblocking = kwargs.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False)
-    if name == "aten::copy_":  # from or to the host
-        return not is_nonblocking and not all(isinstance(tensor, SimTensor) for tensor in tensors)
-    return _goes_to(CPU, name, kwargs) and not is_nonblocking
+    if name == "aten::copy_":  # from or to the host: asynchronous only with its pinned memory
+        return not all(isinstance(t, SimTensor) or (is_nonblocking and t.is_pinned()) for t in tensors)
+    return _goes_to(CPU, name, kwargs) and not is_nonblocking  # PyTorch makes it pinned
 
 
 def _goes_to(device: torch.device, name: str, kwargs: dict[str, Any]) -> bool:
@@ -288,15 +285,14 @@ class _Backend:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
-    def synchronize(self, device: object = None) -> None:
-        current_device().synchronize()
-
     def _sleep(self, ticks: int) -> None:
         """A kernel that lasts so many ticks."""
         current_device().launch("sleep", lasts_ns=round(ticks * NS_PER_TICK))
 
 
-_setup_privateuseone_for_python_backend("sim", _Backend())
+torch.utils.rename_privateuse1_backend("sim")
+torch.utils.generate_methods_for_privateuse1_backend()
+torch._register_device_module("sim", _Backend())
 _library = torch.library.Library("aten", "IMPL")
 _autocast = autocast.install()
 
@@ -321,3 +317,16 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 
 _library.impl("_copy_from", _copy_from, "PrivateUse1")
+
+
+def _has_threads() -> bool:
+    """Whether autograd's engine has a thread for the device: not if this process had a backward before."""
+    try:
+        torch.ones((), device="sim", requires_grad=True).mul(2).backward()
+    except RuntimeError:  # its queues are those of the devices there were at the first backward
+        return False
+    return True
+
+
+with SimDevice().active():
+    HAS_THREADS[0] = _has_threads()
