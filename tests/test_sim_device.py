@@ -15,7 +15,11 @@ pytestmark = pytest.mark.skipif(
 )
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/sim_device").glob("test_*.py"))
 #: Autograd's engine makes its threads at the first backward, here before there is a simulated device.
-AFTER_A_BACKWARD = "import sys, pytest, torch; torch.ones((), requires_grad=True).sum().backward(); sys.exit(pytest.main(sys.argv[1:]))"
+AFTER_A_BACKWARD = """
+import sys, pytest, torch
+torch.ones((), requires_grad=True).sum().backward()
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.dist

@@ -109,26 +109,23 @@ OF_DEVICE: dict[str, tuple[str, Callable[..., Any], Callable[..., None], str]] =
 # --- the runtime ------------------------------------------------------------------------------------------------------
 
 
-def holding(kept: Callable[[list[Any], int], list[Any]]) -> AbstractContextManager[object]:
-    """`kept`: what is left of the values that are held until they are sent, and of their contiguous copies."""
+def sending(
+    changed: Callable[[list[Any]], list[Any]] = list, kept: Callable[[list[Any], int], list[Any]] = lambda held, _: held
+) -> AbstractContextManager[object]:
+    """`changed`: the values that are sent; `kept`: what is left of those held, which contiguous copies follow."""
     send = channels.Channels._send
 
-    def mutated(self: Any, passage: Any, values: Any, stream: Any) -> Any:
-        mark = send(self, passage, values, stream)
+    def mutated(self: Any, passage: Any, values: list[Any], stream: Any) -> Any:
+        mark = send(self, passage, changed(values), stream)
         self._sent[passage] = kept(self._sent[passage], len(values))
         return mark
 
     return patch.object(channels.Channels, "_send", mutated)
 
 
-def copying_on_the_stream_of_ops() -> AbstractContextManager[object]:
-    """After the event that the send waits for."""
-    send = channels.Channels._send
-
-    def mutated(self: Any, passage: Any, values: Any, stream: Any) -> Any:
-        return send(self, passage, [value.clone() for value in values], stream)
-
-    return patch.object(channels.Channels, "_send", mutated)
+def cloned(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On the stream of ops, after the event that the send waits for."""
+    return [value.clone() for value in values]
 
 
 def packing_on_the_stream_of_ops() -> AbstractContextManager[object]:
@@ -165,13 +162,9 @@ def checkpoints_at_once() -> AbstractContextManager[object]:
 
 
 OF_RUNTIME: dict[str, tuple[Mutation, Callable[..., None], str]] = {
-    "sent values are not held": (lambda: holding(lambda *_: []), not_contiguous, "FreedTooEarlyError"),
-    "only contiguous copies are held": (
-        lambda: holding(lambda held, n: held[n:]),
-        not_contiguous,
-        "FreedTooEarlyError",
-    ),
-    "values are copied on the stream of ops": (copying_on_the_stream_of_ops, not_contiguous, "RaceError"),
+    "sent values are not held": (lambda: sending(kept=lambda *_: []), not_contiguous, "FreedTooEarlyError"),
+    "only copies are held": (lambda: sending(kept=lambda held, num: held[num:]), not_contiguous, "FreedTooEarlyError"),
+    "values are copied on the stream of ops": (lambda: sending(cloned), not_contiguous, "RaceError"),
     "gradients are packed on the stream of ops": (packing_on_the_stream_of_ops, replicas_accumulate, "RaceError"),
     "messages are asynchronous": (moving_asynchronously, not_contiguous, "FreedTooEarlyError"),
     "nothing is aborted": (lambda: patch.object(SimGroup, "abort", nothing), failed_rank, "assert not True"),
@@ -255,15 +248,8 @@ class MutatedPool:
 def test_killed(name: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, test, words = (OF_DEVICE | OF_RUNTIME | WAITS)[name]
     mutated_pool, needs = MutatedPool(pool, name), signature(test).parameters
-    sim_pool = SimPool(mutated_pool)
-    fixtures: dict[str, Any] = {
-        "tmp_path": tmp_path,
-        "monkeypatch": monkeypatch,
-        "sim_pool": sim_pool,
-        "pp": 2,
-        "dp": 2,
-    }
-    fixtures["pool"] = sim_pool if test is odd_parameters else mutated_pool
+    fixtures: dict[str, Any] = {"tmp_path": tmp_path, "monkeypatch": monkeypatch, "sim_pool": SimPool(mutated_pool)}
+    fixtures |= {"pool": fixtures["sim_pool"] if test is odd_parameters else mutated_pool, "pp": 2, "dp": 2}
 
     def run() -> None:
         with SimDevice().checked() as fixtures["device"], nullcontext() if "pool" in str(needs) else mutation(name):

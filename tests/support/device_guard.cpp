@@ -11,7 +11,7 @@
 namespace {
 
 // As in device_guard.py.
-enum class Ask : int { NewStream, Record, RecordTimed, Wait, IsDone, HostWaits, HostWaitsForStream, HostWaitsForAll,
+enum class Ask : int { NewStream, Record, RecordTimed, Wait, IsDone, HostWaits, HostWaitsForAll,
                        Elapsed, Forget, PeakBytes, ResetPeak };
 constexpr int64_t NO_TIME = -1;
 
@@ -43,7 +43,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override { ask(Ask::Wait, event, stream.id()); }
   bool queryEvent(void* event) const override { return ask(Ask::IsDone, event); }
   void synchronizeEvent(void* event) const override { ask(Ask::HostWaits, event); }
-  void synchronizeStream(const c10::Stream& stream) const override { ask(Ask::HostWaitsForStream, nullptr, stream.id()); }
   void synchronizeDevice(c10::DeviceIndex) const override { ask(Ask::HostWaitsForAll); }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { ask(Ask::Forget, event); }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {

@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,8 +20,8 @@ import torch
 from support import ROOT
 
 #: What device_guard.cpp asks, in its order, of an event or 0, and a stream or another event.
-ASKED = ("new_stream", "record", "record_timed", "wait", "is_done", "host_waits", "host_waits_for_stream")
-ASKED += ("host_waits_for_all", "elapsed", "forget", "peak_bytes", "reset_peak")
+ASKED = ("new_stream", "record", "record_timed", "wait", "is_done", "host_waits", "host_waits_for_all", "elapsed")
+ASKED += ("forget", "peak_bytes", "reset_peak")
 NO_TIME = -1
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -36,7 +37,15 @@ def load(answers: Mapping[str, Callable[[int, int], int]]) -> ctypes.CDLL:
     library = ctypes.CDLL(str(_built()))
     library.current_stream.restype = ctypes.c_int64
     functions = [answers[name] for name in ASKED]
-    answer = _FUNCTION(lambda ask, first, second: functions[ask](first, second))
+
+    @_FUNCTION
+    def answer(ask: int, first: int, second: int) -> int:
+        try:
+            return functions[ask](first, second)
+        except BaseException:  # C++ would go on as if nothing had happened
+            traceback.print_exc()
+            os._exit(70)
+
     library.set_answer(answer)
     library.answer = answer  # lives as long as the library
     atexit.register(library.set_answer, None)

@@ -351,7 +351,6 @@ _library = device_guard.load(
         "wait": lambda event, stream: _streams[stream].wait_event(_events[event]) or 0,
         "is_done": lambda event, _: _events[event].query(),
         "host_waits": lambda event, _: _events[event].synchronize() or 0,
-        "host_waits_for_stream": lambda _, stream: Event(_streams[stream], is_timed=False).synchronize() or 0,
         "host_waits_for_all": lambda _, __: current_device().synchronize() or 0,
         "elapsed": lambda event, later: _events[event].elapsed_ns(_events[later]),
         "forget": lambda event, _: _events.pop(event, None) is None,

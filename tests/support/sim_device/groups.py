@@ -97,13 +97,10 @@ class SimGroup(dist.ProcessGroup):
         (tensor,) = tensors
         if not isinstance(tensor, SimTensor):
             return self._gloo.broadcast([tensor], options)
+        assert self.size() == 2, "only messages are broadcasts, see rota.torch_internals.move_message"
         is_sender = self.rank() == options.rootRank
         with self._stream_for(options) as work:
-            if self.size() > 2:
-                values = self._launched("broadcast", tensor)
-                _asked(lambda: self._gloo.broadcast([values], options).wait())
-                _write(tensor, values)
-            elif is_sender:  # a message, see `rota.torch_internals.move_message`
+            if is_sender:
                 values = self._launched("send", tensor, writes=False)
                 self._tell_end(1 - self.rank())
                 self._sends.append((_asked(lambda: self._gloo.send([values], 1 - self.rank(), 0)), values))
@@ -125,10 +122,6 @@ class SimGroup(dist.ProcessGroup):
             for part, of_rank in zip(gathered, parts, strict=True):
                 _write(part, of_rank)
         return work()
-
-    def barrier(self, options: Any) -> dist.Work:
-        _asked(lambda: self._gloo.barrier(options).wait())
-        return _Enqueued()
 
     @contextmanager
     def _stream_for(self, options: Any) -> Iterator[Callable[[], dist.Work]]:
