@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import rota
 from rota import Cluster, Costs, Pipeline, Plan, Stages, place, spmd
+from rota.core.programs.device_steps import COMPUTE
 from rota.runtime.device.streams import StreamDevice
 from rota.runtime.reducing.replicas import GradientAllReduce
 from rota.schedules import gpipe
@@ -112,6 +113,8 @@ def kernels_of_reductions(rank: int) -> list[int]:
     group, counts = dist.new_group(backend="sim"), []
     with SimDevice(f"rank {rank}").checked() as hardware:
         device = StreamDevice(SIM)
+        device.begin()
+        compute, beside = device.stream(COMPUTE), device.stream("replicas")
         for num, every in itertools.product((3, 300), (1, 2)):
             parameters = [nn.Parameter(torch.ones(2, 3, device="sim")) for _ in range(num)]
             reduced = GradientAllReduce(parameters, group, device, 2)
@@ -120,10 +123,11 @@ def kernels_of_reductions(rank: int) -> list[int]:
                     gradient = torch.full((2, 3), float(i), device="sim")
                     parameter.grad = gradient if rank or i % every == 0 else None
                 before = hardware.num_kernels
-                device.wait(stream := device.stream("replicas"), device.record(hardware.default))
-                device.wait(hardware.default, reduced.start(stream))
+                device.wait(beside, device.record(compute))
+                device.wait(compute, reduced.start(beside))
                 reduced.finish()
                 counts += [hardware.num_kernels - before] * step
+            del reduced  # while the device may still copy from its buffers
             means = [i / (1 + (i % every > 0)) for i in range(num)]
             assert [parameter.grad.mean().item() for parameter in parameters if parameter.grad is not None] == means
     return counts

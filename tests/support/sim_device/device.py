@@ -74,8 +74,9 @@ class Event:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, stream: Stream, is_timed: bool) -> None:
-        self.number, self._device, self._is_timed = next(Event._numbers), stream.device, is_timed
+    def __init__(self, stream: Stream, is_timed: bool, number: int = 0) -> None:
+        """`number`: of an event that is recorded again, which another thread may be asking for."""
+        self.number, self._device, self._is_timed = number or next(Event._numbers), stream.device, is_timed
         with self._device.lock:
             _merge(stream.clock, self._device.host)
             self.clock: Clock = dict(stream.clock)
@@ -334,8 +335,7 @@ def _current_stream() -> Stream | None:
 
 
 def _record(event: int, stream: int, is_timed: bool) -> int:
-    _events.pop(event, None)
-    return Event(_streams[stream], is_timed).number
+    return Event(_streams[stream], is_timed, event).number
 
 
 def _reset_peak() -> None:

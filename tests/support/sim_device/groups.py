@@ -97,10 +97,13 @@ class SimGroup(dist.ProcessGroup):
         (tensor,) = tensors
         if not isinstance(tensor, SimTensor):
             return self._gloo.broadcast([tensor], options)
-        assert self.size() == 2, "only messages are broadcasts, see rota.torch_internals.move_message"
         is_sender = self.rank() == options.rootRank
         with self._stream_for(options) as work:
-            if is_sender:
+            if self.size() > 2:
+                values = self._launched("broadcast", tensor)
+                _asked(lambda: self._gloo.broadcast([values], options).wait())
+                _write(tensor, values)
+            elif is_sender:  # a message, see `rota.torch_internals.move_message`
                 values = self._launched("send", tensor, writes=False)
                 self._tell_end(1 - self.rank())
                 self._sends.append((_asked(lambda: self._gloo.send([values], 1 - self.rank(), 0)), values))

@@ -19,13 +19,10 @@ from rota.runtime.device.streams import StreamDevice
 
 _MAX_CTAS = "NCCL_MAX_CTAS"  # where it is set, NCCL takes it instead of a group's options
 
-#: Makes the device of a type; types that are not named here are accelerators of PyTorch.
-MAKERS: dict[str, Callable[[torch.device], Device]] = {"cpu": lambda _: HostDevice()}
-
 
 def device_at(device: torch.device) -> Device:
     """The device on which tensors of `device` are."""
-    return MAKERS.get(device.type, StreamDevice)(device)
+    return HostDevice() if device.type == CPU else StreamDevice(device)
 
 
 def placed_on(stages: Stages, local: Iterable[int]) -> torch.device | None:
