@@ -114,8 +114,11 @@ def test_hooks_that_pack_what_is_saved_are_seen() -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         packed = x.exp()
-    assert torch_internals.has_saved_tensor_hooks(get_gradient_edge(packed).node)
-    assert not torch_internals.has_saved_tensor_hooks(get_gradient_edge(x.exp()).node)
+    for made, is_packed in ((packed, True), (x.exp(), False)):
+        node = get_gradient_edge(made).node
+        assert torch_internals.has_saved_tensor_hooks(node) is is_packed
+        assert torch_internals.is_packed(node, torch_internals.first_saved(node)) is is_packed
+    assert not torch_internals.first_saved(get_gradient_edge(x + x).node)
 
 
 def test_compiled_modules_are_known() -> None:

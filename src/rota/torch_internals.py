@@ -124,9 +124,23 @@ def has_saved_tensor_hooks(node: Node) -> bool:
     return any(saved.unpack_hook is not None for saved in _saved_by(node))
 
 
-def may_save(node: Node) -> bool:
+def has_saved(node: Node) -> bool:
     """Whether nodes of this type can hold tensors. Relies on what `_saved_by` relies on."""
     return bool(_names_of_saved(type(node)))
+
+
+def first_saved(node: Node) -> str:
+    """The name of what autograd saved for `node`, for `is_packed`; "" if it saved nothing. Relies on `_saved_by`."""
+    for name in _names_of_saved(type(node)):
+        if any(saved.unpack_hook is not None or saved.data is not None for saved in _at(node, name)[:1]):
+            return name
+    return ""
+
+
+def is_packed(node: Node, name: str) -> bool:
+    """Whether hooks packed what `node` saved by this name: faster than `has_saved_tensor_hooks`, which asks all."""
+    saved = _at(node, name)
+    return bool(saved) and saved[0].unpack_hook is not None
 
 
 def release_saved(nodes: Iterable[Node]) -> None:
@@ -146,8 +160,12 @@ def release_saved(nodes: Iterable[Node]) -> None:
 def _saved_by(node: Node) -> Iterator[Any]:
     """The node's attributes named `_raw_saved_…`, each a `SavedTensor` or a sequence of them."""
     for name in _names_of_saved(type(node)):
-        saved = getattr(node, name)
-        yield from saved if isinstance(saved, (tuple, list)) else (saved,)
+        yield from _at(node, name)
+
+
+def _at(node: Node, name: str) -> Sequence[Any]:
+    saved = getattr(node, name)
+    return saved if isinstance(saved, (tuple, list)) else (saved,)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rota.models import Stages
 from rota.runtime.gradients.forward_backward import Kept, StageForward, backward, backward_inputs, keep_loss
-from rota.runtime.gradients.split_backward import WeightWork
+from rota.runtime.gradients.split_backward import Split, WeightWork
 from rota.runtime.messages import flatten, over_tensors
 from support.odd_stages import IN_PLACE, ROWS, STAGES, WIDTH, Calls, Counted, linear, weight
 
@@ -156,6 +156,22 @@ def test_a_checkpointed_block_is_recomputed_once(wants_gradient: bool) -> None:
     assert not any(name.startswith("last") for name in at_once)
     work.run()
     assert len(calls) == 2
+
+
+def test_a_block_that_is_checkpointed_for_some_microbatches_only() -> None:
+    """The graphs have one shape, with hooks or without."""
+    module, calls, splits = make("checkpointed"), [], list[Split]()
+    module.block.register_forward_pre_hook(lambda *_: calls.append(1))  # type: ignore[union-attr, operator]
+    plain = Calls(lambda _, x: module.last(module.block(x)))  # type: ignore[operator]
+    for stage, num_calls in ((plain, 1), (module, 2), (plain, 1)):
+        calls.clear()
+        _, (value,), kept = StageForward(middle_stage(stage), 1, split=True)([received_tensor()], None)
+        _, work = backward_inputs(kept, [random_like(value)], splits)
+        at_once = {name for name, p in module.named_parameters() if p.grad is not None}
+        work.run()
+        assert len(calls) == num_calls
+        assert bool(at_once) == (num_calls == 2)
+        module.zero_grad()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler's own

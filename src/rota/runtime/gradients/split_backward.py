@@ -30,10 +30,12 @@ from rota.torch_internals import (
     accumulates_gradient,
     apply_of,
     edges_into,
+    first_saved,
     gradients_into,
+    has_saved,
     has_saved_tensor_hooks,
     is_compiled_function,
-    may_save,
+    is_packed,
     release_saved,
     run_backward,
     runs_as_a_whole,
@@ -74,8 +76,9 @@ class Split:
     """How the backward of a graph is split, by positions of its nodes in the order of `_walk`.
 
     `shape`: of each node its type and links. `roots`: of each root its node and which output of it. `waiting`: each
-    branch that waits. `at_once`: the weights of the others. `released`: nodes that do not run again, and may hold
-    tensors. `is_compiled`: `torch.compile` made a node of it.
+    branch that waits. `at_once`: the weights of the others. `released`: nodes that do not run again, and hold tensors.
+    `is_compiled`: `torch.compile` made a node of it. `hooks`: of forks and branches, each node that saved a tensor,
+    which one, and whether hooks packed it: a graph of the same shape may have hooks elsewhere.
     """
 
     shape: list[tuple[type, Links]]
@@ -85,6 +88,7 @@ class Split:
     at_once: list[int] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     is_compiled: bool = False
+    hooks: list[tuple[int, str, bool]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +198,9 @@ def _nodes_in_shape(split: Split, roots: list[GradientEdge], ends: Collection[No
                 nodes.append(following)
             elif (nodes[link] if 0 <= link < len(nodes) else None) is not following or link >= len(nodes):
                 return None
-    return nodes if len(nodes) == len(split.shape) == len({*nodes}) else None
+    if not len(nodes) == len(split.shape) == len({*nodes}):
+        return None
+    return nodes if all(is_packed(nodes[i], name) is packed for i, name, packed in split.hooks) else None
 
 
 def _split(roots: list[GradientEdge], ends: Collection[Node]) -> tuple[list[Node], Split]:
@@ -212,12 +218,14 @@ def _split(roots: list[GradientEdge], ends: Collection[Node]) -> tuple[list[Node
     if not spine:
         return nodes, split
     branches = _branches(nodes, links, order, spine, split.roots)
+    may_wait = {i for branch in branches for i in (*branch.nodes, branch.fork) if i is not None}
+    split.hooks = [(i, name, is_packed(nodes[i], name)) for i in may_wait if (name := first_saved(nodes[i]))]
     split.waiting = [branch for branch in branches if branch.can_wait and branch.weights]
     split.at_once = [weight for branch in branches if not branch.can_wait for weight in branch.weights]
     if split.waiting:
         runs_again = {i for branch in split.waiting for i in (*branch.nodes, branch.fork)}
         runs_again |= {split.roots[i][0] for branch in split.waiting for i in branch.roots}
-        split.released = [i for i, node in enumerate(nodes) if i not in runs_again and may_save(node)]
+        split.released = [i for i, node in enumerate(nodes) if i not in runs_again and has_saved(node)]
         split.is_compiled = any(map(is_compiled_function, nodes))
     return nodes, split
 
