@@ -28,6 +28,17 @@ def test_a_line_has_step_loss_and_both_times(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_steps_without_waiting_last_from_one_to_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    clock_s = [0.0]
+    progress = StepProgress(PLAN, lambda: clock_s[0])
+    for step in range(1, 4):
+        progress.begun(step)
+        clock_s[0] += 6.0
+    progress.done(4, 14.0, 1.0)
+    progress.begun(5)
+    assert capsys.readouterr().err == "rota run: step 2: 6 s per step (the plan has no measured costs)\n"
+
+
 def test_what_snapshots_cost_is_told_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     clock_s = [0.0]
     progress = StepProgress(PLAN, lambda: clock_s[0])

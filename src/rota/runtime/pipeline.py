@@ -295,6 +295,8 @@ class Pipeline:
         """
         call = Call.BEGIN_STEP if sync else Call.BEGIN_STEP_WITHOUT_SYNC
         handle = self._step(call, inputs, targets, plan, sizes, scale, scaler).handle
+        if self._progress is not None:
+            self._progress.begun(self._engine.watched.step)
         assert handle is not None
         return handle
 

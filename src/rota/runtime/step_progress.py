@@ -37,6 +37,7 @@ class StepProgress:
     def __init__(self, plan: Plan, now_s: Callable[[], float] = time.monotonic) -> None:
         self._plan, self._now_s = plan, now_s
         self._reported_s = now_s()
+        self._begun_s: float | None = None  # when the last step began that nobody waited for
         self._durations_s: list[float] = []  # of all steps
         self._num_reported = 0
         self._planned = ""
@@ -61,6 +62,13 @@ class StepProgress:
             duration = self._median_text(self._num_reported)
             self._say(f"step {number}: {loss_text}{duration} per step{self._planned_text()}")
             self._reported_s, self._num_reported = now_s, len(self._durations_s)
+        self._begun_s = None
+
+    def begun(self, number: int) -> None:
+        """A step has begun that nobody waits for: the one before took until now, and its loss may not be known."""
+        if self._begun_s is not None:
+            self.done(number - 1, self._begun_s, math.nan)
+        self._begun_s = self._now_s()
 
     def committed(self, begun_s: float, snapshot_bytes: int) -> None:
         """A state has been kept in memory; `snapshot_bytes`: the most memory that the states of a rank take."""
