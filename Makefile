@@ -43,10 +43,11 @@ test-faults: $(READY) ## run the tests that kill, stop and starve processes, som
 # On x86-64 Linux, .venv gets PyPI's build of PyTorch, which is for CUDA; benchmarks/gpu/README.md explains how to get
 # another one.
 test-gpu: export ROTA_GPU_TESTS ?= 1
-test-gpu: RESULT ?= benchmarks/gpu/result.xml
-test-gpu: $(READY) ## test on 1, 2 or 4 GPUs, some minutes, and write benchmarks/gpu/result.xml
+test-gpu: export ROTA_GPU_RESULT = $(abspath $(RESULT))
+test-gpu: RESULT ?= benchmarks/gpu/result.json
+test-gpu: $(READY) ## test on one GPU or more, some minutes, and write benchmarks/gpu/result.json
 	@$(BIN)/python -c 'import torch; print("PyTorch", torch.__version__, "sees", torch.accelerator.device_count(), "accelerators")'
-	$(BIN)/pytest -rs --numprocesses 0 --junitxml $(RESULT) -o junit_family=xunit1 tests/gpu
+	$(BIN)/pytest -rs --numprocesses 0 tests/gpu
 
 # Its own venv: the newest PyTorch may be above pyproject.toml's ceiling, hence --no-deps. The CPU build comes from its own
 # index, which is asked once, for this one package; where that cannot be reached, the package index has a CUDA build.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,17 +36,28 @@ def test_after_a_backward_in_the_same_process() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_the_tests_of_accelerators(tmp_path: Path) -> None:
+    """All that `make test-gpu` does, but for what the hardware is needed for in the end."""
+    result = tmp_path / "result.json"
+    run_there("-m", "pytest", "tests/gpu", timeout_s=880, ROTA_GPU_TESTS="sim", ROTA_GPU_RESULT=str(result))
+    report = json.loads(result.read_text())
+    assert report["machine"]["device_type"] == "sim"
+    assert [test["outcome"] for test in report["tests"]].count("skipped") == 8  # those for CUDA and for Inductor
+
+
+@pytest.mark.dist
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_more_on_the_simulated_device() -> None:
     run_there("-m", "pytest", *FILES, "-m", "sweep or sampled", timeout_s=1780)
 
 
-def run_there(*command: str, timeout_s: float = 120) -> None:
+def run_there(*command: str, timeout_s: float = 120, **environment: str) -> None:
     done = subprocess.run(
         [sys.executable, *command, "-q", "-p", "no:xdist", "-p", "no:cacheprovider"],
         cwd=ROOT,
-        env=os.environ | {"ROTA_SIM_DEVICE": "1"},
+        env=os.environ | (environment or {"ROTA_SIM_DEVICE": "1"}),
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -439,7 +439,6 @@ def test_private_names_are_used_in_one_place() -> None:
     assert {str(path): uses for path in others if (uses := private_uses(path.read_text()))} == {}
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and there is none here")
 def test_a_kernel_that_sleeps_lasts_as_many_ticks() -> None:
     sleep = torch_internals.sleep_kernel(torch.device("cuda"))

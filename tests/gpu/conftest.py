@@ -1,85 +1,96 @@
-"""Tests that need accelerators, run by `make test-gpu`. What they measure is in pytest's report, as is the machine.
+"""Tests that need accelerators, run by `make test-gpu`. What they measure is in one JSON, as is the machine.
 
-ROTA_GPU_TESTS=1     what `make test-gpu` sets
-ROTA_GPU_TESTS=cpu   the same on the CPU with Gloo, small, to try the tests themselves; what is for CUDA is skipped
+ROTA_GPU_TESTS=1        what `make test-gpu` sets
+ROTA_GPU_TESTS=sim      the same on simulated devices, small, to try the tests themselves; those whose tensors cannot be
+                        simulated take the CPU. `make test` does that, see tests/test_sim_device.py
+ROTA_GPU_RESULT=FILE    where the JSON goes
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from support.gpu.ranks import RankPool, results_of
+from support.gpu.ranks import Place, Ranks, ways_to_share
+from support.pool import Pool
 
 WISH = os.environ.get("ROTA_GPU_TESTS", "")
+MACHINE: dict[str, Any] = {}
+TESTS: list[dict[str, Any]] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")[-3000:]
+        fields = {"test": report.nodeid.partition("tests/gpu/")[2], "outcome": report.outcome, "why": why}
+        TESTS.append(fields | {"seconds": round(report.duration, 2), "measured": dict(report.user_properties)})
+
+
+def pytest_sessionfinish() -> None:
+    if MACHINE and (path := os.environ.get("ROTA_GPU_RESULT")):
+        Path(path).write_text(json.dumps({"machine": MACHINE, "tests": TESTS}, indent=1) + "\n")
+
+
+class Hardware(NamedTuple):
+    """The devices of this machine, how ranks may share them, and the processes on them."""
+
+    place: Place
+    shared: Place | None
+    pools: dict[Place, Pool]
+
+    @property
+    def is_real(self) -> bool:
+        return self.place.kind != "sim"
 
 
 @pytest.fixture(scope="session")
-def device_type() -> str:
-    """What the tests run on; skips where it is not there."""
+def hardware() -> Iterator[Hardware]:
+    """Skips where there is none."""
     import torch
+    import torch.distributed as dist
 
-    if WISH == "cpu":
-        return "cpu"
-    if not torch.accelerator.is_available():
-        pytest.skip(f"needs accelerators, and PyTorch {torch.__version__} finds none here; see `make test-gpu`")
     if not WISH:
         pytest.skip("run by `make test-gpu` alone: it measures, and takes all accelerators")
-    current = torch.accelerator.current_accelerator()
-    assert current is not None
-    return current.type
+    place, pools = Place("sim", 1, "sim"), dict[Place, Pool]()
+    if WISH != "sim":
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is None:
+            pytest.skip(f"needs accelerators, and PyTorch {torch.__version__} finds none here; see `make test-gpu`")
+        backend = dist.get_default_backend_for_device(device)
+        place = Place(device.type, torch.accelerator.device_count(), backend)
+    yield Hardware(place, shared_place(place, pools), pools)
+    for pool in pools.values():
+        pool.remove()
 
 
-@pytest.fixture(scope="session")
-def is_small(device_type: str) -> bool:
-    """Whether to take sizes that a CPU runs in no time."""
-    return device_type == "cpu"
+def shared_place(place: Place, pools: dict[Place, Pool]) -> Place | None:
+    """How ranks share devices, tried with one more than devices; notes it, and the machine."""
+    from support.gpu import jobs  # imports PyTorch
 
-
-@pytest.fixture(scope="session", autouse=True)
-def machine(
-    device_type: str,
-    tmp_path_factory: pytest.TempPathFactory,
-    record_testsuite_property: Callable[[str, object], None],
-) -> None:
-    from support.gpu.jobs import machine
-
-    (found,) = results_of(tmp_path_factory.mktemp("machine"), 1, device_type, machine)
-    for name, value in found.items():
-        record_testsuite_property(name, value)
-
-
-@pytest.fixture(autouse=True)
-def enough(request: pytest.FixtureRequest, device_type: str) -> int:
-    """How many ranks the test has, `gpu(NUMBER)`; skips where there are fewer devices, or where it is for CUDA."""
-    import torch
-
-    needed = next(iter(request.node.get_closest_marker("gpu").args), 1)
-    if device_type != "cpu" and torch.accelerator.device_count() < needed:
-        pytest.skip(f"needs {needed} accelerators, and PyTorch finds {torch.accelerator.device_count()} here")
-    if device_type != "cuda" and request.node.get_closest_marker("cuda"):
-        pytest.skip(f"is for CUDA, and the device here is {device_type}")
-    return int(needed)
+    MACHINE.update(Ranks(place, None, pools)(1, jobs.machine)[0], sharing=[])
+    num_ranks = place.number + 1
+    for way in ways_to_share(place, tuple(MACHINE.get("nccl", ()))) if num_ranks <= 4 else ():
+        try:
+            assert Ranks(place, way, pools)(num_ranks, jobs.exchanged) == [float(num_ranks)] * num_ranks
+        except AssertionError as error:
+            MACHINE["sharing"].append(f"{way}: {str(error)[-1000:]}")
+        else:
+            MACHINE["sharing"].append(f"{way}: works")
+            return way
+    return None
 
 
 @pytest.fixture
-def ranks(tmp_path: Path, device_type: str) -> Callable[..., Any]:
-    """`ranks(number, job, *args)`: what the ranks return, each a new process with a device of its own."""
-    jobs = 0
-
-    def run(num_ranks: int, job: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        nonlocal jobs
-        jobs += 1
-        return results_of(tmp_path / f"ranks{jobs}", num_ranks, device_type, job, *args, **how)
-
-    return run
+def ranks(hardware: Hardware) -> Ranks:
+    return Ranks(*hardware)
 
 
 @pytest.fixture
-def rank_pool(tmp_path: Path, device_type: str) -> RankPool:
-    """For tests that were written for the CPU and the pool of processes."""
-    return RankPool(tmp_path / "pool", device_type)
+def ranks_or_cpu(hardware: Hardware) -> Ranks:
+    """For what knows no simulated tensors: FSDP2, DDP, torch.compile."""
+    return Ranks(*hardware if hardware.is_real else (Place("cpu", 4, "gloo"), None, hardware.pools))

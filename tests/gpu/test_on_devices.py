@@ -8,71 +8,92 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from support.checkpoint_runs import Run, serial_losses, stored
 from support.gpu import jobs
-from support.gpu.ranks import run_ranks
+from support.gpu.jobs import largest
+from support.gpu.ranks import Ranks, run_doomed
+from support.pool import WorkerFailed
 
-Ranks = Callable[..., Any]
 Record = Callable[[str, object], None]
 
-ONE_OR_TWO = [pytest.param(number, marks=pytest.mark.gpu(number)) for number in (1, 2)]
-TWO_OR_FOUR = [pytest.param(number, marks=pytest.mark.gpu(number)) for number in (2, 4)]
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
-def test_autocast(ranks: Ranks, record_property: Record, num_ranks: int, dtype: str) -> None:
-    """The same casts on both sides, so that differences are those of another order of sums."""
-    found = ranks(num_ranks, jobs.autocast, num_ranks, dtype)
-    record_property("worst_difference", max(found))
-    assert max(found) <= 1e-2
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
-def test_compiled_stages(ranks: Ranks, record_property: Record, num_ranks: int, backend: str, is_small: bool) -> None:
-    if is_small and backend == "inductor":
-        pytest.skip("tested on the CPU by tests/runtime/gradients/test_compiled.py")
-    found = ranks(num_ranks, jobs.compiled, num_ranks, backend, timeout_s=220)
-    record_property("worst_difference", max(found))
-    assert max(found) <= 1e-4  # Inductor's kernels sum in another order
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize("num_ranks", ONE_OR_TWO)
-def test_a_training_goes_on_from_its_checkpoint(
-    ranks: Ranks, tmp_path: Path, num_ranks: int, asynchronous: bool
+@pytest.mark.parametrize(
+    ("job", "how", "tolerance"),  # in autocast, the same casts on both sides; Inductor's kernels sum in another order
+    [
+        (jobs.autocast, "bfloat16", 1e-2),
+        (jobs.autocast, "float16", 1e-2),
+        (jobs.compiled, "aot_eager", 1e-4),
+        (jobs.compiled, "inductor", 1e-4),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_autocast_and_compiled_stages(
+    ranks: Ranks, ranks_or_cpu: Ranks, record_property: Record, num_ranks: int, job: Any, how: str, tolerance: float
 ) -> None:
-    for of_loss, of_weights in ranks(num_ranks, jobs.resumed, num_ranks, str(tmp_path / "checkpoints"), asynchronous):
-        assert max(of_loss, of_weights) <= 1e-10
+    on = ranks if job is jobs.autocast else ranks_or_cpu
+    if how == "inductor" and on.place_of(1).kind == "cpu":
+        pytest.skip("tested on the CPU by tests/runtime/gradients/test_compiled.py")
+    difference = largest(on(num_ranks, job, num_ranks, how, timeout_s=220))
+    record_property("worst_difference", difference)
+    assert difference <= tolerance
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.gpu(2)), pytest.param(2, marks=pytest.mark.gpu(4))])
-def test_wrapped_stages(ranks: Ranks, record_property: Record, pp: int, schedule: str) -> None:
-    found = ranks(pp * 2, jobs.wrapped, pp, 2, schedule, device_group=True)
-    record_property("worst_difference", max(found))
-    assert max(found) <= 1e-10
+def test_a_training_goes_on_with_another_plan_on_devices_and_on_cpus(
+    ranks: Ranks, ranks_or_cpu: Ranks, tmp_path: Path
+) -> None:
+    losses = serial_losses(6)
+    for run, on, begin in ((Run("1f1b", 2), ranks, 0), (Run("v", 2), ranks_or_cpu, 2), (Run("zb", 1), ranks, 4)):
+        for losses_of_rank in on(run.num_processes, jobs.trained, run, tmp_path, begin, begin + 2):
+            assert losses_of_rank == pytest.approx(losses[begin : begin + 2], abs=1e-10)
+        tensors, _ = stored(tmp_path / f"step-{begin + 2}")
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float64, torch.float32}  # the steps' counts
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("num_queues", ["", "1"])
-def test_messages_below_and_above_the_buffers_of_nccl(ranks: Ranks, num_queues: str, is_small: bool) -> None:
+@pytest.mark.parametrize(("pp", "schedule"), [(1, "1f1b"), (2, "zb_h1")])
+def test_stages_in_fsdp2(ranks_or_cpu: Ranks, record_property: Record, pp: int, schedule: str) -> None:
+    ranks_or_cpu.renew()
+    difference = largest(ranks_or_cpu(pp * 2, jobs.wrapped, pp, 2, schedule))
+    record_property("worst_difference", difference)
+    assert difference <= 1e-10
+
+
+def test_a_model_in_ddp_beside_a_pipeline(ranks_or_cpu: Ranks) -> None:
+    assert largest(ranks_or_cpu(2, jobs.beside_ddp, 2)) <= 1e-4
+
+
+@pytest.mark.parametrize("environment", [{}, ONE_QUEUE], ids=str)
+def test_messages_below_and_above_the_buffers_of_nccl(ranks: Ranks, hardware: Any, environment: dict[str, str]) -> None:
     """NCCL buffers 4 MiB: a send of less may end before its receive begins, one of more may not."""
-    sizes = [2**10, 2**16, 2**20] if is_small else [2**10, 2**16, 2**19, 2**22 - 4, 2**22, 2**22 + 4, 2**24, 2**26]
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": num_queues} if num_queues else {}
-    assert max(ranks(2, jobs.messages, sizes, environment=environment)) <= 1e-5
+    large = [2**19, 2**22 - 4, 2**22, 2**22 + 4, 2**24, 2**26] if hardware.is_real else [2**20]
+    ranks.environment = environment
+    assert largest(ranks(2, jobs.messages, [2**10, 2**16, *large])) <= 1e-5
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.cuda
-def test_a_wait_would_be_noticed(ranks: Ranks) -> None:
-    assert ranks(1, jobs.a_wait_is_an_error) == [True]
+def test_memory_is_released_when_nobody_reads_it(ranks: Ranks) -> None:
+    assert largest(ranks(2, jobs.poisoned, False)) <= 1e-4
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.cuda
+def test_memory_that_is_released_too_early_would_be_noticed(ranks: Ranks) -> None:
+    try:
+        are_wrong = not largest(ranks(2, jobs.poisoned, True)) <= 1e-4
+    except WorkerFailed as error:
+        are_wrong = "FreedTooEarlyError" in str(error)
+    assert are_wrong
+
+
+def test_a_wait_would_be_noticed(ranks: Ranks, hardware: Any) -> None:
+    if hardware.place.kind not in ("cuda", "sim"):
+        pytest.skip("PyTorch makes waits errors on CUDA alone")
+    ranks(1, jobs.a_wait_is_an_error)
+
+
 def test_kernels_of_nccl_leave_room_for_each_other(ranks: Ranks, record_property: Record) -> None:
+    if ranks.place_of(2).backend != "nccl":
+        pytest.skip("the limit is NCCL's")
     limits = ranks(2, jobs.limits_of_kernels, 2)
     record_property("most_ctas", limits)
     assert all(0 < number <= most for of_rank in limits for number, most in of_rank)
@@ -81,52 +102,64 @@ def test_kernels_of_nccl_leave_room_for_each_other(ranks: Ranks, record_property
 
 @pytest.mark.parametrize(
     ("num_ranks", "kind"),
-    [
-        *(pytest.param(2, kind, marks=pytest.mark.gpu(2)) for kind in ("split", "tied", "recomputed", "scaler")),
-        pytest.param(1, "plain", marks=pytest.mark.gpu(1)),
-        pytest.param(4, "replicas", marks=pytest.mark.gpu(4)),
-    ],
+    [(1, "plain"), (2, "split"), (2, "tied"), (2, "recomputed"), (2, "scaler"), (2, "replicas"), (4, "replicas")],
 )
-def test_the_host_waits_for_nothing_inside_a_step(ranks: Ranks, num_ranks: int, kind: str) -> None:
+def test_the_host_waits_for_nothing_inside_a_step(ranks: Ranks, hardware: Any, num_ranks: int, kind: str) -> None:
+    if ranks.place_of(num_ranks).backend == "gloo":
+        pytest.skip("the ranks share a device, and Gloo waits for it")
     first, *others = ranks(num_ranks, jobs.steps_without_waits, num_ranks, kind)
     assert all(losses == first for losses in others)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "schedule"),
-    [
-        pytest.param(number, schedule, marks=pytest.mark.gpu(number))
-        for number, schedule in ((1, "gpipe"), (2, "1f1b"), (4, "1f1b"))
-    ],
-)
+@pytest.mark.parametrize(("num_ranks", "schedule"), [(1, "gpipe"), (2, "1f1b"), (4, "1f1b")])
 def test_the_peak_of_memory_is_the_plans(
-    ranks: Ranks, record_property: Record, num_ranks: int, schedule: str, is_small: bool
+    ranks: Ranks, hardware: Any, record_property: Record, num_ranks: int, schedule: str
 ) -> None:
-    if is_small:
-        pytest.skip("the CPU has no allocator that counts; tests/runtime/test_memory.py measures there")
-    for rank, found in enumerate(ranks(num_ranks, jobs.peak_memory, num_ranks, schedule, 2**14)):
-        record_property(f"rank {rank}", found)
-        assert abs(found["measured_bytes"] - found["planned_bytes"]) <= found["slack_bytes"], found
+    rows = 2**14 if hardware.is_real else 2**8
+    for rank, peaks in enumerate(ranks(num_ranks, jobs.peak_memory, num_ranks, schedule, rows)):
+        record_property(f"rank {rank}", peaks)
+        assert abs(peaks["measured_bytes"] - peaks["planned_bytes"]) <= peaks["slack_bytes"], peaks
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.cuda
-def test_the_clock_of_events_is_the_profilers(ranks: Ranks, record_property: Record) -> None:
+def test_the_clock_of_events_is_the_profilers(ranks_or_cpu: Ranks, hardware: Any, record_property: Record) -> None:
     """With full queues an op lasts as long as its kernels, and a step from the first kernel to the last."""
-    (found,) = ranks(1, jobs.event_clock, 4096, 2048)
-    record_property("times", found)
-    assert found["num_kernels"] > 0, "the profiler has seen no kernel: is CUPTI there, and allowed?"
-    assert found["ops_us"] == pytest.approx(found["kernels_us"], rel=0.1)
-    assert found["ops_span_us"] == pytest.approx(found["kernels_span_us"], rel=0.1)
+    (times,) = ranks_or_cpu(1, jobs.event_clock, *((4096, 2048) if hardware.is_real else (16, 8)))
+    if hardware.place.kind != "cuda":
+        pytest.skip("the profiler knows CUDA's kernels alone")
+    record_property("times", times)
+    assert times["num_kernels"] > 0, "the profiler has seen no kernel: is CUPTI there, and allowed?"
+    assert times["ops_us"] == pytest.approx(times["kernels_us"], rel=0.1)
+    assert times["ops_span_us"] == pytest.approx(times["kernels_span_us"], rel=0.1)
 
 
-@pytest.mark.parametrize("where", ["between steps", "in a step"])
-@pytest.mark.parametrize("num_ranks", TWO_OR_FOUR)
-def test_a_killed_rank_ends_the_others(tmp_path: Path, device_type: str, num_ranks: int, where: str) -> None:
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize(("num_ranks", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "zb_h1")])
+def test_time_per_action(
+    ranks_or_cpu: Ranks, hardware: Any, record_property: Record, num_ranks: int, schedule: str, size: str
+) -> None:
+    """It is measured, not judged."""
+    sizes = (4096, 2048) if size == "large" and hardware.is_real else (16, 8)
+    for rank, times in enumerate(ranks_or_cpu(num_ranks, jobs.host_cost, num_ranks, schedule, *sizes)):
+        record_property(f"rank {rank}", times)
+        assert min(times.values()) > 0
+
+
+def test_products_beside_a_receive_that_waits(ranks: Ranks, hardware: Any, record_property: Record) -> None:
+    """It is measured, not judged."""
+    if ranks.place_of(2).backend == "gloo":
+        pytest.skip("the ranks share a device, and Gloo has no kernel that waits")
+    ranks.environment = {"NCCL_MAX_CTAS": ""}  # which would go before what a group asks for
+    for num_ctas in (1, 2, 4, 8, 16, 24):
+        _, times = ranks(2, jobs.gemm_beside_receive, num_ctas, *((4096, 200) if hardware.is_real else (16, 4)))
+        record_property(f"{num_ctas} CTAs", times)
+        assert times["beside_us"] > 0
+
+
+@pytest.mark.parametrize(("num_ranks", "where"), [(2, "in a step"), (4, "between steps")])
+def test_a_killed_rank_ends_the_others(tmp_path: Path, ranks: Ranks, num_ranks: int, where: str) -> None:
     """No other is left waiting on its device."""
-    timeout_s = jobs.TIMEOUT_S + 180
-    ended = run_ranks(tmp_path, num_ranks, device_type, jobs.a_rank_is_killed, num_ranks, where, timeout_s=timeout_s)
+    ended = run_doomed(tmp_path, ranks.place_of(num_ranks), num_ranks, jobs.a_rank_is_killed, num_ranks, where)
     assert ended[-1].exit_code == -signal.SIGKILL
-    for rank, each in enumerate(ended[:-1]):
-        assert each.exit_code in (1, jobs.LOST), f"rank {rank} was left: {each.stderr}"
-        assert "LostRankError: lost" in each.stderr or f"no progress for {jobs.TIMEOUT_S} s" in each.stderr, each
+    for rank, other in enumerate(ended[:-1]):
+        assert other.exit_code in (1, jobs.LOST), f"rank {rank} was left: {other.stderr}"
+        assert "LostRankError: lost" in other.stderr or f"no progress for {jobs.TIMEOUT_S} s" in other.stderr, other

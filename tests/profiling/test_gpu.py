@@ -11,10 +11,7 @@ from rota.runtime.device.streams import StreamDevice
 from support.layered_models import MAKE, case
 from support.profiles import profile, profile_layers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and there is none here"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and there is none here")
 
 
 def test_kernels_spin_for_as_long_as_asked() -> None:

@@ -10,11 +10,12 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest.mock import patch
 
 #: What most jobs import, so that fresh processes need not: it takes each of them longer than the job itself.
 PRELOADED = [
@@ -47,11 +48,16 @@ def forking_context() -> Any:
 
 
 class Pool:
-    """`run(n, function, *args)` calls `function(rank, *args)` on n processes that share a fresh Gloo group."""
+    """`run(n, function, *args)` calls `function(rank, *args)` on n processes that share a fresh group of a backend.
 
-    def __init__(self, size: int) -> None:
-        self._context = forking_context()
-        self._size = size
+    `environment`: variables that the processes have in addition, where `context` spawns them.
+    """
+
+    def __init__(
+        self, size: int, *, context: Any = None, environment: Mapping[str, str] | None = None, backend: str = "gloo"
+    ) -> None:
+        self._context = context or forking_context()
+        self._size, self._environment, self._backend = size, environment or {}, backend
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="rota-pool-"))
         self._jobs = 0
@@ -102,8 +108,9 @@ class Pool:
 
     def _start(self, number: int) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(theirs,), name=f"worker{number}", daemon=True)
-        process.start()
+        process = self._context.Process(target=_work, args=(theirs, self._backend), name=f"worker{number}", daemon=True)
+        with patch.dict(os.environ, self._environment):
+            process.start()
         theirs.close()
         return process, ours
 
@@ -120,7 +127,7 @@ class Pool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, backend: str) -> None:
     gc.freeze()  # a search for cycles in what is preloaded would find none, and copy the pages that processes share
     faulthandler.register(signal.SIGUSR1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -129,14 +136,14 @@ def _work(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     if "ROTA_SIM_DEVICE" in os.environ:
-        import support.sim_device  # noqa: F401 - before the first backward, see tests/sim_device/conftest.py
+        import support.sim_device.groups  # noqa: F401 - before the first backward, see tests/sim_device/conftest.py
     while True:
         try:
             function, args, rank, num_ranks, store = pipe.recv()
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
             # Tensors come in memory that all workers and the test share: each gets its own, as on other machines.
             result = function(rank, *copy.deepcopy(args))
             dist.destroy_process_group()

@@ -1,5 +1,4 @@
 """The tests on accelerators: what their ranks do, and how these are started.
 
-A *job* is a function `job(rank, device, …)` that one rank runs; it returns plain numbers. `ROTA_GPU_TESTS=cpu` runs
-them on the CPU, to try the tests themselves.
+A *job* is a function `job(rank, device, …)` that one rank runs; it returns plain numbers.
 """

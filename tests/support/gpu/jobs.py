@@ -5,22 +5,31 @@ from __future__ import annotations
 import os
 import platform
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from rota import Cluster, Costs, Pipeline, Plan, Stages, place, simulate
+from rota.runtime import channels
+from rota.runtime.channels import Channels
 from rota.runtime.device.protocol import is_queued
 from rota.schedules import NAMED
-from rota.torch_internals import backend_of
-from support.networks import clear, gradients_of, loss_fn
+from rota.torch_internals import backend_of, message_options, move_message
+from support.checkpoint_runs import Run, Training, model
+from support.networks import cleared_step, loss_fn, serial_microbatches
 
 ROWS, WIDTH = 6, 16
 Named = Mapping[tuple[int, str], Tensor]  # by stage and name
@@ -77,16 +86,6 @@ def pipeline_on(device: torch.device, stages: Stages, plan: Plan, **options: Any
 # --- compared with the unsplit model on the same device ---------------------------------------------------------------
 
 
-def unsplit_step(stages: Stages, batch: tuple[Tensor, Tensor], num_microbatches: int) -> float:
-    """The unsplit model, micro-batch by micro-batch; gradients are added to `.grad`."""
-    total = 0.0
-    for x, target in zip(*(part.chunk(num_microbatches) for part in batch), strict=True):
-        loss = loss_fn(stages.run(x), target) / num_microbatches
-        loss.backward()
-        total += loss.item()
-    return total
-
-
 def worst(found: Named, expected: Named) -> float:
     """The largest difference, relative to the largest number of the tensor that it is in.
 
@@ -94,7 +93,12 @@ def worst(found: Named, expected: Named) -> float:
     """
     sizes = {key: float(tensor.abs().max()) for key, tensor in expected.items()}
     floor = max(sizes.values()) / 1000
-    return max(float((found[key] - expected[key]).abs().max()) / max(sizes[key], floor) for key in found)
+    return largest(float((found[key] - expected[key]).abs().max()) / max(sizes[key], floor) for key in found)
+
+
+def largest(numbers: Iterable[float]) -> float:
+    """The largest number; nan if one is."""
+    return float(torch.tensor([*numbers], dtype=torch.float64, device="cpu").max())
 
 
 def compared(
@@ -110,22 +114,18 @@ def compared(
 
     `backend`: of torch.compile, for the stages of the pipeline alone.
     """
-    whole, found = make().to(device), 0.0
+    whole, differences = make().to(device), list[float]()
     with pipeline_on(device, make(), plan) as pipeline:
         for module in pipeline.stages.modules if backend else ():
             module.compile(backend=backend)
         for seed in range(2):
             batch = batch_of(plan.num_microbatches, device, seed, **sizes)
-            clear(pipeline)
-            clear(whole)
             with context():
-                loss = pipeline.step(*batch)
-                expected = unsplit_step(whole, batch, plan.num_microbatches)
-            own = gradients_of(pipeline.stages, pipeline.local_stages)
-            assert len(own) == len([*pipeline.parameters()])
-            gradients = gradients_of(whole, range(len(whole)))
-            found = max(found, abs(loss - expected) / abs(expected), worst(own, gradients))
-    return found
+                step = cleared_step(pipeline, *batch)
+                expected = serial_microbatches(whole, batch, plan.num_microbatches)
+            assert len(step.gradients) == len([*pipeline.parameters()])
+            differences += [abs(step.loss / expected.loss - 1), worst(step.gradients, expected.gradients)]
+    return largest(differences)
 
 
 def autocast(rank: int, device: torch.device, num_ranks: int, dtype: str) -> float:
@@ -155,17 +155,72 @@ class Scale(nn.Module):
 def messages(rank: int, device: torch.device, sizes: list[int]) -> float:
     """The largest difference of gradients, where two ranks exchange messages of these bytes in both directions."""
     plan = named("1f1b", 2)
-    return max(
+    return largest(
         compared(device, plan, lambda n=size // 4: Stages([Scale(n), Scale(n)]), rows=1, width=size // 4)  # type: ignore[misc]
         for size in sizes
     )
 
 
-def wrapped(rank: int, device: torch.device, pp: int, dp: int, schedule: str) -> float:
-    """Stages in FSDP2: the largest difference of weights after some steps of SGD.
+@contextmanager
+def poisoned_releases(device: torch.device, *, are_early: bool) -> Iterator[None]:
+    """Messages start late, and memory that the runtime lets go of gets nan: who still reads it has nan.
 
-    The default process group must take tensors of the device.
+    `are_early`: values are let go of as soon as their send is enqueued, which must be noticed.
     """
+    compute, module = torch.accelerator.current_stream(device), torch.get_device_module(device)
+    freed: list[tuple[torch.Size, torch.dtype]] = []
+
+    def poison() -> None:
+        with compute:
+            for shape, dtype in freed:  # the allocator gives out what was freed last
+                torch.full(shape, torch.nan, dtype=dtype, device=device)
+            freed.clear()
+
+    def move_late(backend: Any, tensor: Tensor, options: Any) -> None:
+        poison()
+        module._sleep(LATE_TICKS)
+        move_message(backend, tensor, options)
+        weakref.finalize(tensor, freed.append, (tensor.shape, tensor.dtype))
+
+    def send(self: Channels, passage: Any, tensors: list[Tensor], stream: Any) -> Any:
+        end = held(self, passage, tensors, stream)
+        if are_early:
+            self._sent[passage] = []
+        return end
+
+    held = Channels._send
+    with patch.object(channels, "move_message", move_late), patch.object(Channels, "_send", send):
+        yield
+
+
+LATE_TICKS = 2_000_000  # of the device's clock: about a millisecond
+
+
+def poisoned(rank: int, device: torch.device, are_early: bool) -> float:
+    """The largest difference of gradients with `poisoned_releases`."""
+    plan = named("zb_h1", 2)
+    with poisoned_releases(device, are_early=are_early):
+        return compared(device, plan, lambda: blocks(plan.num_stages), rows=256)
+
+
+def beside_ddp(rank: int, device: torch.device, num_ranks: int) -> float:
+    """The largest difference of gradients of a pipeline, and of a model of the script's own in DDP beside it."""
+    plan, modules = named("1f1b", num_ranks), [blocks(1).to(device)[0] for _ in range(2)]
+    own, x = DistributedDataParallel(modules[0]), batch_of(num_ranks, device)[0]
+
+    @contextmanager
+    def training_own() -> Iterator[None]:
+        own(x.chunk(num_ranks)[rank]).square().mean().backward()
+        yield
+        modules[1](x).square().mean().backward()
+
+    of_pipeline = compared(device, plan, lambda: blocks(plan.num_stages), context=training_own)
+    found, expected = ({(0, name): p.grad for name, p in m.named_parameters()} for m in modules)
+    return largest([of_pipeline, worst(found, expected)])  # type: ignore[arg-type]
+
+
+def wrapped(rank: int, device: torch.device, pp: int, dp: int, schedule: str) -> float:
+    """Stages in FSDP2: the largest difference of weights after some steps of SGD."""
     mesh = init_device_mesh(device.type, (dp, pp, 1), mesh_dim_names=("dp", "pp", "tp"))
     plan = named(schedule, pp)
     whole, plain = (blocks(plan.num_stages, torch.float64) for _ in range(2))
@@ -178,7 +233,7 @@ def wrapped(rank: int, device: torch.device, pp: int, dp: int, schedule: str) ->
         for seed in range(3):
             batch = batch_of(dp * plan.num_microbatches, device, seed, torch.float64)
             pipeline.step(*(part.chunk(dp)[pipeline.replica] for part in batch))
-            unsplit_step(whole, batch, dp * plan.num_microbatches)
+            serial_microbatches(whole, batch, dp * plan.num_microbatches)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -190,33 +245,19 @@ def wrapped(rank: int, device: torch.device, pp: int, dp: int, schedule: str) ->
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def resumed(rank: int, device: torch.device, num_ranks: int, folder: str, asynchronous: bool) -> tuple[float, float]:
-    """How far loss and weights' sum are from those of an undisturbed training, after going on from a checkpoint."""
-    found: list[tuple[float, float]] = []
-    for number, (schedule, stops_at) in enumerate((("1f1b", 4), ("1f1b", 2), ("zb_h1", 4))):
-        plan = named(schedule, num_ranks)
-        stages = blocks(plan.num_stages, torch.float64, dropout=0.2)
-        if number == 2:
-            with torch.no_grad():
-                for _, parameter in stages.named_parameters():
-                    parameter.zero_()
-        torch.manual_seed(5 + (number == 2))  # the checkpoint has the state of the generators
-        with pipeline_on(device, stages, plan) as pipeline:
-            optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
-            checkpoints = rota.Checkpoints(Path(folder), pipeline, optimizer, asynchronous=asynchronous)
-            first = 0
-            if number == 2:
-                loaded = checkpoints.load()
-                assert loaded is not None, rank
-                first = loaded.step
-            for step in range(first, stops_at):
-                loss = pipeline.step(*batch_of(plan.num_microbatches, device, step, torch.float64))
-                optimizer.step()
-                optimizer.zero_grad()
-            if number == 1:
-                checkpoints.save(stops_at)
-            found.append((loss, sum(float(p.detach().double().sum()) for p in pipeline.parameters())))
-    return abs(found[2][0] - found[0][0]), abs(found[2][1] - found[0][1])
+def trained(rank: int, device: torch.device, run: Run, folder: Path, begin: int, end: int) -> list[float]:
+    """Go on from what is there, and save after each step without a wait of the host; the losses."""
+    training = Training(run, rota.split(model(), run.plan().num_stages).to(device))
+    losses: list[float] = []
+    with training.pipeline, closing(training.checkpoints(folder, asynchronous=True)) as checkpoints:
+        checkpoints.load()
+        for step in range(begin, end):
+            losses += training.steps(range(step, step + 1))
+            checkpoints.wait()
+            with waits_are_errors(device):
+                checkpoints.save(step + 1)
+        checkpoints.wait()
+    return losses
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
@@ -224,26 +265,28 @@ def resumed(rank: int, device: torch.device, num_ranks: int, folder: str, asynch
 
 @contextmanager
 def waits_are_errors(device: torch.device) -> Iterator[None]:
-    """A host that waits for its device inside raises. PyTorch knows that of CUDA alone."""
-    if device.type != "cuda":
+    """A host that waits for its device inside raises RuntimeError. PyTorch knows that of CUDA alone."""
+    if device.type == "sim":
+        from support.sim_device.groups import syncs_inside_steps
+
+        syncs_inside_steps()
         yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+        if waits := syncs_inside_steps():
+            raise RuntimeError(f"synchronizing: {waits}")
+    elif device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
-def a_wait_is_an_error(rank: int, device: torch.device) -> bool:
-    """Whether `waits_are_errors` sees a wait at all."""
-    number = torch.ones((), device=device)
-    try:
-        with waits_are_errors(device):
-            number.item()
-    except RuntimeError as error:
-        return "synchroniz" in str(error)
-    return False
+def a_wait_is_an_error(rank: int, device: torch.device) -> None:
+    """`waits_are_errors` sees a wait at all."""
+    with pytest.raises(RuntimeError, match="synchroniz"), waits_are_errors(device):
+        torch.ones((), device=device).item()
 
 
 def limits_of_kernels(rank: int, device: torch.device, num_ranks: int) -> list[tuple[int, int]]:
@@ -358,8 +401,7 @@ def event_clock(rank: int, device: torch.device, width: int, rows: int) -> dict[
             activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         ) as profiler:
             pipeline.step(*batch)
-            torch.accelerator.synchronize()
-        timeline = pipeline.timeline()
+            timeline = pipeline.timeline()
     kernels = [
         (event.time_range.start, event.time_range.end)
         for event in profiler.events()
@@ -378,6 +420,71 @@ def event_clock(rank: int, device: torch.device, width: int, rows: int) -> dict[
     }
 
 
+def host_cost(
+    rank: int, device: torch.device, num_ranks: int, schedule: str, width: int, rows: int
+) -> dict[str, float]:
+    """Of steps without waiting, per op or message of this rank, in µs: the host's CPU time, and the time of all.
+
+    `op_us`: how long the device takes for an op. Where it is longer, the device never waits for its host.
+    """
+    plan, num_steps = named(schedule, num_ranks), 20
+    transfers = sum(rank in (transfer.sender, transfer.receiver) for transfer in plan.transfers)
+    num_actions = (len(plan.orders[rank]) + transfers) * num_steps
+    with pipeline_on(device, blocks(plan.num_stages, width=width), plan) as pipeline:
+        batch = batch_of(plan.num_microbatches, device, rows=rows, width=width)
+        for _ in range(3):
+            pipeline.step(*batch)
+        begun_s, host_s = time.monotonic(), 0.0
+        for _ in range(num_steps):
+            before_s = time.thread_time()
+            handle = pipeline.begin_step(*batch)
+            host_s += time.thread_time() - before_s
+        handle.wait()
+        all_s = time.monotonic() - begun_s
+        pipeline.step(*batch)
+        timeline = pipeline.timeline()
+        op_us = (sum(timeline.ends_us[rank]) - sum(timeline.starts_us[rank])) / len(timeline.ends_us[rank])
+    return {"host_us": 1e6 * host_s / num_actions, "all_us": 1e6 * all_s / num_actions, "op_us": op_us}
+
+
+def gemm_beside_receive(rank: int, device: torch.device, num_ctas: int, size: int, repeats: int) -> dict[str, float]:
+    """By how much products of matrices take longer beside a receive that waits for its sender with so many CTAs.
+
+    `waited`: whether it did to the end; if not, the number is too low.
+    """
+    options: Any = None
+    backend = dist.get_default_backend_for_device(device)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas = options.config.max_ctas = num_ctas
+    channel = backend_of(dist.new_group([0, 1], backend=backend, pg_options=options), device)
+    beside, message = torch.Stream(device), torch.ones(4 * size * size, device=device)
+    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+
+    def products_us() -> float:
+        begun_s = time.monotonic()
+        for _ in range(repeats):
+            a @ b
+        torch.accelerator.current_stream(device).record_event().synchronize()
+        return (time.monotonic() - begun_s) * 1e6 / repeats
+
+    move_message(channel, message, message_options(0))
+    products_us()
+    alone_us = products_us()
+    torch.accelerator.synchronize(device)
+    dist.all_reduce(torch.zeros(1, device="cpu"))
+    if rank == 0:
+        time.sleep(LATE_S)
+    with beside:
+        move_message(channel, message, message_options(0))
+    moved = beside.record_event()
+    beside_us, waited = products_us(), not moved.query()
+    moved.synchronize()
+    return {"alone_us": alone_us, "beside_us": beside_us, "waited": waited}
+
+
+LATE_S = 0.3  # a sender, and longer than its receiver computes
+
 # --- the machine, and a rank that is lost -----------------------------------------------------------------------------
 
 
@@ -387,9 +494,15 @@ def machine(rank: int, device: torch.device) -> dict[str, Any]:
     found |= {"python": platform.python_version(), "system": platform.platform()}
     if device.type == "cuda":
         found["devices"] = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "nccl": torch.cuda.nccl.version()}
     return found
+
+
+def exchanged(rank: int, device: torch.device) -> float:
+    """The number of ranks, if their devices can exchange tensors."""
+    number = torch.ones((), device=device)
+    dist.all_reduce(number)
+    return number.item()
 
 
 TIMEOUT_S = 10  # a rank without progress for so long ends all

@@ -1,100 +1,130 @@
-"""Fresh interpreters, one per rank, as `rota run` starts them: for an accelerator a forked process would not do."""
+"""Ranks on accelerators: standing processes, each on a device of its own, or together on those that there are."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
 
 from support.fresh import Ended, run_fresh
+from support.pool import LIMIT_S, Pool
 
 
-class RankFailed(AssertionError):
-    """A rank raised, died or took too long; the message has its last words."""
+class Place(NamedTuple):
+    """`number` devices of a type, whose tensors go between ranks by `backend`; what the processes need in addition."""
+
+    kind: str
+    number: int
+    backend: str
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        of_kind = {"cpu": {"ROTA_DEVICE": "cpu"}, "sim": {"ROTA_SIM_DEVICE": "1"}}
+        return of_kind.get(self.kind, {}) | dict(self.environment)
 
 
-def run_ranks(
-    folder: Path,
-    num_ranks: int,
-    device_type: str,
-    job: Callable[..., Any],
-    *args: Any,
-    environment: Mapping[str, str] | None = None,
-    device_group: bool = False,
-    timeout_s: float = 120,
-) -> list[Ended]:
-    """`job(rank, device, *args)` on new processes, each with its own device of this type.
+def ways_to_share(place: Place, nccl: tuple[int, ...]) -> list[Place]:
+    """How more ranks than devices may exchange tensors, the best way first. `nccl`: its version.
 
-    `device_group`: the default process group takes the device's tensors too, as FSDP needs it; else Rota makes it.
+    NCCL 2.30 lets ranks share a device, as an experiment; they have no room for many CTAs, nor for its multicast.
     """
-    from rota.runtime.environment import meeting_environments
-
-    folder.mkdir(parents=True, exist_ok=True)
-    meetings = meeting_environments(str(folder), num_ranks)
-    environments = [{**meeting, "ROTA_DEVICE": device_type, **(environment or {})} for meeting in meetings]
-    payload = pickle.dumps((job, args))  # read once the rank has its environment: the job imports torch
-    options = {"timeout_s": timeout_s, "context": multiprocessing.get_context("spawn"), "joins": False}
-    return run_fresh(folder, num_ranks, _run, folder, environments, device_group, payload, **options)  # type: ignore[arg-type]
+    by_gloo = place._replace(backend="gloo")
+    if place.backend != "nccl":
+        return [place] if place.kind in ("cpu", "sim") else [by_gloo]
+    variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
+    by_nccl = place._replace(environment=(*place.environment, *variables.items()))
+    return [by_nccl, by_gloo] if nccl >= (2, 30) else [by_gloo]
 
 
-def results_of(folder: Path, num_ranks: int, device_type: str, job: Callable[..., Any], *args: Any, **how: Any) -> Any:
-    """What the ranks return. Raises RankFailed."""
-    ended = run_ranks(folder, num_ranks, device_type, job, *args, **how)
-    if any(each.exit_code != 0 for each in ended):
-        told = [f"rank {rank}: exit code {each.exit_code}\n{each.stderr[-3000:]}" for rank, each in enumerate(ended)]
-        raise RankFailed("\n".join(told))
-    return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(num_ranks)]
+class Ranks:
+    """`ranks(number, job, *args)`: what `job(rank, device, *args)` returns on each rank, in processes that stay.
 
+    `run` is as of `support.pool.Pool`, for tests that were written for the CPU: all stages and batches are moved.
+    """
 
-def _result(folder: Path, rank: int) -> Path:
-    return folder / f"result{rank}"
-
-
-class RankPool:
-    """`run` as of `support.pool.Pool`, for tests that were written for the CPU: all stages and batches are moved."""
-
-    def __init__(self, folder: Path, device_type: str) -> None:
-        self._folder, self._device_type, self._jobs = folder, device_type, 0
+    def __init__(self, place: Place, shared: Place | None, pools: dict[Place, Pool]) -> None:
+        """`shared`: for more ranks than devices; None: the test is skipped. `pools`: those of all tests."""
+        self._place, self._shared, self._pools = place, shared, pools
         self.environment: dict[str, str] = {}
 
-    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> Any:
-        self._jobs += 1
-        folder = self._folder / f"job{self._jobs}"
-        # Of a new interpreter the start alone takes seconds.
-        options = {"timeout_s": 60 + timeout_s, "environment": self.environment}
-        return results_of(folder, num_ranks, self._device_type, moved, function, *args, **options)
+    def place_of(self, num_ranks: int) -> Place:
+        """Where so many ranks run."""
+        place = self._place if num_ranks <= self._place.number else self._shared
+        if place is None:
+            pytest.skip(f"needs {num_ranks} devices, and ranks cannot share those here")
+        return place._replace(environment=(*place.environment, *self.environment.items()))
+
+    def __call__(self, num_ranks: int, job: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S) -> Any:
+        place = self.place_of(num_ranks)
+        if place not in self._pools:
+            backend = "gloo" if place.backend == "gloo" else f"cpu:gloo,{place.kind}:{place.backend}"
+            context = multiprocessing.get_context("spawn")  # a forked process cannot use a device
+            self._pools[place] = Pool(4, context=context, environment=place.variables, backend=backend)
+        return self._pools[place].run(num_ranks, on_device, place, job, *args, timeout_s=timeout_s)
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S) -> Any:
+        return self(num_ranks, moved, function, *args, timeout_s=timeout_s)
 
     def renew(self) -> None:
-        """All processes are new."""
+        """New processes for what follows."""
+        for place in self._pools.keys() & {self._place, self._shared}:
+            self._pools[place].renew()
+
+
+def run_doomed(folder: Path, place: Place, num_ranks: int, job: Callable[..., Any], *args: Any) -> list[Ended]:
+    """How new processes end, of which some are killed."""
+    context = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, place.variables):
+        return run_fresh(folder, num_ranks, on_device, place, job, *args, timeout_s=LIMIT_S + 90, context=context)
+
+
+def on_device(rank: int, place: Place, job: Callable[..., Any], *args: Any) -> Any:
+    """What the job returns on this rank's device."""
+    import torch
+    import torch.distributed as dist
+
+    from rota.runtime.device import choosing
+
+    with ExitStack() as contexts:
+        device = torch.device("cpu")
+        if place.kind == "sim":
+            from support.sim_device import SimDevice
+            from support.sim_device.groups import SIM as device
+
+            contexts.enter_context(SimDevice(f"rank {rank}").checked())
+        elif place.kind != "cpu":
+            device = torch.device(place.kind, rank % place.number)
+            torch.accelerator.set_device_index(device)
+            dist.Backend.default_device_backend_map[place.kind] = place.backend
+        if dist.get_world_size() > place.number:  # refused otherwise, and rightly so
+            contexts.enter_context(patch.object(choosing, "_unit_of", lambda _: ""))
+        return job(rank, device, *args)
+
+
+#: Where a test may wait in a step on a simulated device: a tied gradient that was changed between two steps of a round
+#: may have been zeroed; a stage's own group opens in the first step, which goes in the strict order; parts of a pinned
+#: batch are not pinned; and stages ask which micro-batch they have.
+MAY_WAIT = ("shared_weights.py", "runtime/spmd.py", "microbatch_inputs.py", "test_unused_outputs.py")
 
 
 def moved(rank: int, device: Any, function: Callable[..., Any], *args: Any) -> Any:
     """What the function returns, on the CPU, if pipelines move their stages and batches to `device`."""
     from support.moved import on_cpu, pipelines_on
 
-    with pipelines_on(device):
-        return on_cpu(function(rank, *args))
+    if device.type != "sim":
+        with pipelines_on(device):
+            return on_cpu(function(rank, *args))
+    from support.sim_device.pool import pipelines_on_sim
 
-
-def _run(rank: int, folder: Path, environments: list[dict[str, str]], device_group: bool, payload: bytes) -> None:
-    os.environ.update(environments[rank])
-    import torch
-    import torch.distributed as dist
-
-    import rota
-    from rota.runtime.device.local import group_backend
-    from rota.runtime.process_group import join, meet_by_environment
-
-    torch.set_num_threads(1)
-    device = rota.local_device()
-    if device_group:
-        meet_by_environment()
-        dist.init_process_group(group_backend())
-    else:
-        join()
-    job, args = pickle.loads(payload)
-    _result(folder, rank).write_bytes(pickle.dumps(job(rank, device, *args)))
-    dist.destroy_process_group()
+    waits: list[str] = []
+    with pipelines_on_sim(waits):
+        result = on_cpu(function(rank, *args))
+    assert not [wait for wait in waits if not any(part in wait for part in MAY_WAIT)], waits
+    return result
