@@ -70,9 +70,6 @@ def test_a_chain_by_hand() -> None:
     assert timeline.bubble_fraction == 36 / 64
 
 
-F, B = Kind.F, Kind.B
-
-
 class Replay:
     """One rank of a timeline, asked at single moments.
 

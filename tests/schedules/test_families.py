@@ -8,7 +8,7 @@ import pytest
 from rota import Cluster, Costs, Kind, Op, Plan, ScheduleError, bidirectional, check, simulate, wave
 from rota.schedules import FAMILIES, NAMED, Family, PipeSchedule, zb_h1, zb_h2
 from rota.schedules.table import best, compare_schedules, to_json, to_text
-from support.sizes import MOST_RANKS, microbatches
+from support.sampling import MOST_RANKS, microbatches
 
 pytestmark = pytest.mark.sampled
 

@@ -12,8 +12,7 @@ from rota.schedules.controllable_memory import v_half, v_min
 from rota.schedules.dualpipe import dualpipe_v
 from rota.schedules.hanayo import hanayo
 from rota.schedules.zero_bubble import zb_v
-from support.sampling import some
-from support.sizes import MOST_RANKS, microbatches
+from support.sampling import MOST_RANKS, microbatches, some
 
 Schedule = Callable[[Placement, int], Plan]
 LIMITS: dict[Schedule, Callable[[int], int]] = {

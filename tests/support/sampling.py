@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 IS_WHOLE = "ROTA_WHOLE_SWEEPS" in os.environ
+MOST_RANKS = 8 if IS_WHOLE else 6  # that schedules are tried on
 #: Tests with parameters, of which `make test` leaves these out: it runs the same test with others.
 LEFT_OUT = Path(__file__).parents[1] / "left_out.txt"
 
@@ -14,6 +15,11 @@ LEFT_OUT = Path(__file__).parents[1] / "left_out.txt"
 def some(number: int) -> int:
     """Of so many drawn cases a quarter, and five or more; all of them in `make test-sweep`."""
     return number if IS_WHOLE else min(number, max(number // 4, 5))
+
+
+def microbatches(num_ranks: int) -> list[int]:
+    """Few, many, and those around one and two for each rank, where the phases of a schedule begin and end."""
+    return sorted({1, 2, 24, *range(num_ranks - 1, num_ranks + 2), *range(2 * num_ranks - 1, 2 * num_ranks + 2)} - {0})
 
 
 def mark_sweeps(items: Collection[pytest.Item], *, are_whole_files: bool) -> None:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rota import Cluster, Costs, Edge, Kind, Link, Op, Placement, Plan, StepEnd, Task, bidirectional, place, simulate
+from rota.core.timeline import Timeline
+from rota.search.problem import Problem
 from support.core_strategies import ops_before
 
 
@@ -60,6 +62,24 @@ def tiny_step(chooser: random.Random) -> tuple[Placement, int]:
         return bidirectional(costs, cluster), 2
     ranks = [*range(num_ranks)] * 3 + [tuple(range(num_ranks))]
     return place(costs, cluster, [chooser.choice(ranks) for _ in range(num_stages)]), chooser.choice((1, 2, 3, 4))
+
+
+def limited_steps(seed: int, most: int) -> list[tuple[Problem, list[Timeline]]]:
+    """A tiny step without limits, with the tightest, those of a random plan, and loose ones; and all plans that fit."""
+    chooser = random.Random(seed)
+    placement, num_microbatches = tiny_step(chooser)
+    timelines = [*map(simulate, every_plan(placement, num_microbatches, most, in_order=True))]
+    if not timelines:
+        return []
+    tightest = min(timelines, key=lambda timeline: (sum(timeline.peak_memory_bytes), timeline.makespan_us))
+    peaks = [timeline.peak_memory_bytes for timeline in (tightest, chooser.choice(timelines))]
+    every_peak = zip(*(timeline.peak_memory_bytes for timeline in timelines), strict=True)
+    steps = [(Problem(placement, num_microbatches), timelines)]
+    for limits in (*peaks, tuple(max(of_rank) + 2 for of_rank in every_peak)):
+        limited = replace(placement, cluster=replace(placement.cluster, limit_bytes=limits))
+        fitting = [t for t in timelines if all(a <= b for a, b in zip(t.peak_memory_bytes, limits, strict=True))]
+        steps.append((Problem(limited, num_microbatches), fitting))
+    return steps
 
 
 def every_plan(placement: Placement, num_microbatches: int, most: int = 400, *, in_order: bool = False) -> list[Plan]:

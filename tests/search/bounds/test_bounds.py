@@ -12,7 +12,7 @@ from rota.search import bounds
 from rota.search.problem import Problem
 from support.problem_library import proven_us
 from support.sampling import IS_WHOLE, some
-from support.search_brute_force import every_plan, tiny_step
+from support.search_brute_force import limited_steps
 from support.tessel_shapes import tessel
 
 OBJECTIVES = ("makespan", "span")
@@ -20,27 +20,17 @@ OBJECTIVES = ("makespan", "span")
 
 def check_against_every_plan(seed: int, most: int) -> tuple[int, int]:
     """(bounds checked, of these met exactly) for one random placement, under limits from loose to tightest."""
-    chooser = Random(seed)
-    placement, num_microbatches = tiny_step(chooser)
-    timelines = map(simulate, every_plan(placement, num_microbatches, most, in_order=True))
-    rows = [(timeline.peak_memory_bytes, timeline.makespan_us, timeline.span_us) for timeline in timelines]
-    if not rows:
-        return 0, 0
     checked = met = 0
-    tightest = min(rows, key=lambda row: (sum(row[0]), row[1]))[0]
-    loosest = tuple(max(peaks) + 2 for peaks in zip(*(row[0] for row in rows), strict=True))
-    for limits in (None, tightest, chooser.choice(rows)[0], loosest):
-        fitting = [row for row in rows if limits is None or all(a <= b for a, b in zip(row[0], limits, strict=True))]
-        cluster = replace(placement.cluster, limit_bytes=limits or (None,) * placement.num_ranks)
-        problem = Problem(replace(placement, cluster=cluster), num_microbatches)
-        for objective, column in zip(OBJECTIVES, (1, 2), strict=True):
-            least = min(row[column] for row in fitting)
+    steps = limited_steps(seed, most)
+    for problem, fitting in steps:
+        for objective in OBJECTIVES:
+            least = min(getattr(timeline, f"{objective}_us") for timeline in fitting)
             for bound in bounds.every(problem, objective):
-                assert bound.us <= least, (seed, objective, limits, bound, least)
+                assert bound.us <= least, (seed, objective, problem.limits_bytes, bound, least)
             checked += 1
             met += bounds.best(problem, objective).us == least
         for need in bounds.least_memory(problem):
-            assert need.num_bytes <= min(row[0][need.rank] for row in rows), (seed, need)
+            assert need.num_bytes <= min(t.peak_memory_bytes[need.rank] for t in steps[0][1]), (seed, need)
     return checked, met
 
 
@@ -193,25 +183,17 @@ def test_reasons_name_rank_op_and_numbers() -> None:
 
 def check_certificates(seed: int, most: int) -> tuple[int, int]:
     """(bounds, of these with a certificate) for one random placement without, and with tight, limits."""
-    chooser = Random(seed)
-    placement, num_microbatches = tiny_step(chooser)
-    timelines = map(simulate, every_plan(placement, num_microbatches, most, in_order=True))
-    rows = [(timeline.peak_memory_bytes, timeline.makespan_us) for timeline in timelines]
-    if not rows:
-        return 0, 0
     proven_bounds = written = 0
-    for limits in (None, min(rows, key=lambda row: (sum(row[0]), row[1]))[0], chooser.choice(rows)[0]):
-        fitting = [row for row in rows if limits is None or all(a <= b for a, b in zip(row[0], limits, strict=True))]
-        cluster = replace(placement.cluster, limit_bytes=limits or (None,) * placement.num_ranks)
-        problem = Problem(replace(placement, cluster=cluster), num_microbatches)
+    for problem, fitting in limited_steps(seed, most)[:3]:
         for bound in bounds.every(problem):
             certificate = bound.proof and bounds.certificate_of(problem, bound.proof)
             proven_bounds += bound.proof is not None
             if certificate:
                 written += 1
-                proven = proven_us(problem.placement, num_microbatches, certificate)
+                proven = proven_us(problem.placement, problem.num_microbatches, certificate)
                 assert proven is not None
-                assert proven <= min(us for _, us in fitting), (seed, limits, bound, certificate, proven)
+                least = min(timeline.makespan_us for timeline in fitting)
+                assert proven <= least, (seed, problem.limits_bytes, bound, certificate, proven)
     return proven_bounds, written
 
 

@@ -1,8 +1,5 @@
 """All states of long steps, round by round: the optimum, its plan, and bounds before all rounds are done."""
 
-from dataclasses import replace
-from random import Random
-
 import pytest
 
 from rota import Cluster, Costs, Edge, Kind, Placement, Task, check, place, shapes, simulate
@@ -12,7 +9,7 @@ from rota.search.budget import Budget
 from rota.search.exact.rounds import Rounds
 from rota.search.problem import Problem
 from rota.search.timing import fits
-from support.search_brute_force import every_plan, tiny_step
+from support.search_brute_force import every_plan, limited_steps
 from support.tessel_shapes import tessel
 
 
@@ -27,30 +24,25 @@ def solved(problem: Problem) -> Rounds:
 
 def check_against_every_plan(seed: int, most: int) -> tuple[int, int]:
     """(problems checked, of these with the exact optimum) for one random placement, under several limits."""
-    chooser = Random(seed)
-    placement, num_microbatches = tiny_step(chooser)
-    timelines = map(simulate, every_plan(placement, num_microbatches, most, in_order=True))
-    rows = [(timeline.peak_memory_bytes, timeline.makespan_us) for timeline in timelines]
-    if not rows:
+    limited = limited_steps(seed, most)[1:3]
+    if not limited:
         return 0, 0
-    tightest = min(rows, key=lambda row: (sum(row[0]), row[1]))[0]
+    placement = limited[0][0].placement
     is_exact = placement.num_components == 1
     is_exact = is_exact and not any(end.reduce_us or end.optimizer_us for end in placement.step_ends)
     is_exact = is_exact and not any(route.num_bytes or route.duration_us for route in placement.routes)
     for rank in range(placement.num_ranks):  # states do not know what complete micro-batches still hold
         is_exact = is_exact and sum(scalar(task.held_bytes) for task in placement.tasks if rank in task.ranks) == 0
     checked = met = 0
-    for limits in (tightest, chooser.choice(rows)[0]):
-        least_us = min(us for held, us in rows if all(a <= b for a, b in zip(held, limits, strict=True)))
-        cluster = replace(placement.cluster, limit_bytes=limits)
-        problem = Problem(replace(placement, cluster=cluster), num_microbatches)
+    for problem, fitting in limited:
+        least_us = min(timeline.makespan_us for timeline in fitting)
         if Rounds(problem).is_over:
             continue
         rounds = solved(problem)
-        assert rounds.bound_us <= least_us, (seed, limits, rounds.bound_us, least_us)
+        assert rounds.bound_us <= least_us, (seed, problem.limits_bytes, rounds.bound_us, least_us)
         checked += 1
         if is_exact and rounds.bound_us:  # 0: there were too many states
-            assert rounds.bound_us == least_us, (seed, limits)
+            assert rounds.bound_us == least_us, (seed, problem.limits_bytes)
             assert rounds.orders is not None
             assert fits(problem, rounds.orders)
             assert simulate(problem.to_plan(rounds.orders)).makespan_us == least_us
