@@ -11,11 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import rota
-from rota.core.cluster import AllReduceTimes, Cluster, Link
+from rota import AllReduceTimes, Cluster, Kind, LayerCosts, Link, check, simulate
 from rota.core.errors import PlacementError, RotaError, SearchError
-from rota.core.layers import LayerCosts
-from rota.core.simulation import check, simulate
-from rota.core.tasks import Kind
 from rota.cutting import uniform
 from rota.planning import Choices, Machine, Progress, autoplan, sweep
 from rota.planning.choosing import Contender

@@ -10,9 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rota import Cluster, Kind, Op, Stages, collect_losses, place, split
-from rota.core.costs import Costs
-from rota.core.layers import LayerCosts
+from rota import Cluster, Costs, Kind, LayerCosts, Op, Stages, collect_losses, place, split
 from rota.runtime.compute import Batch, Compute
 from rota.runtime.messages import over_tensors
 from rota.runtime.microbatches import Microbatches
