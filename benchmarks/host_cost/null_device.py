@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the group
 
-from rota.runtime.device import choosing
+from rota.runtime import engine
 from rota.runtime.device.streams import StreamDevice
 
 
@@ -110,7 +110,7 @@ def installed(rank: int, num_ranks: int) -> Iterator[None]:
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment, method-assign, misc]
     StreamDevice.read = _read  # type: ignore[assignment, method-assign]
     dist.Backend.default_device_backend_map["cpu"] = "fake"
-    choosing.MAKERS["cpu"] = StreamDevice
+    engine.device_at = StreamDevice
     make = dist.new_group
     dist.new_group = lambda ranks, timeout, *_, **__: make(ranks, timeout, backend="fake")
     torch.set_flush_denormal(True)  # what was in memory before is what a receive leaves, and the CPU is slow on such
