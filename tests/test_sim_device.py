@@ -36,6 +36,7 @@ def test_after_a_backward_in_the_same_process() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 def test_the_tests_of_accelerators(tmp_path: Path) -> None:
     """All that `make test-gpu` does, but for what the hardware is needed for in the end."""
