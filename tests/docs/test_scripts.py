@@ -87,11 +87,11 @@ def test_losses(pool: Pool, tmp_path: Path) -> None:
     """The page's script in two processes, and its fragment in a loop on the unsplit model."""
     *_, told = outputs(pool, tmp_path, "data.md#Losses and metrics")
     loss, accuracy = re.findall(r"^loss (\S+), accuracy (\S+)%$", told, flags=re.MULTILINE)[0]
-    script, steps, fragment, _ = python_blocks("data.md#Losses and metrics")
+    script, _, steps, fragment, _ = python_blocks("data.md#Losses and metrics")
     begin, loop = script.split("    for step in range(30):\n")
     end = loop[loop.index("    if pipeline.rank == 0:") :]
     batches = "    batches = [(tokens, labels)] * 30\n"
-    (tmp_path / "train.py").write_text(begin + batches + indent(steps, "    ") + end)
+    (tmp_path / "train.py").write_text(begin + batches + indent(steps + "loss = handle.wait()\n", "    ") + end)
     *losses, last = output_of(pool, tmp_path, commands("data.md#Losses and metrics")[-1]).splitlines()
     assert last in told  # the same loss and accuracy
     assert len([line for line in losses if line.startswith("loss")]) == 29

@@ -215,8 +215,10 @@ class Processes:
 
         After a lost rank, nothing behind this report is certain to run.
         """
-        groups, is_alone = self._groups_on_device, dist.get_world_size() == 1
-        if error is None or (isinstance(error, SystemExit) and not error.code) or is_alone or not groups:
+        groups = self._groups_on_device
+        if error is None or (isinstance(error, SystemExit) and not error.code) or not groups:
+            return
+        if dist.get_world_size() == 1:  # nothing waits for another rank
             return
         if isinstance(error, LostRankError):
             at = f" ({where})" if (where := place(frames_of(threading.get_ident()))) else ""
