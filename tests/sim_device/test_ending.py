@@ -84,12 +84,15 @@ with SimDevice().active():
 def test_an_error_of_its_own_is_shown_and_ends_it(tmp_path: Path, scope: str) -> None:
     """Also where nothing but the end of the script closes the pipeline."""
     command, store = [sys.executable, "-c", SCRIPT.replace("SCOPE", scope)], str(tmp_path / "store")
-    ranks = [subprocess.Popen([*command, str(rank), store], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "env": environment}
+    ranks = [subprocess.Popen([*command, str(rank), store], **pipes) for rank in range(2)]
     try:
         first, second = (rank.communicate(timeout=LIMIT_S)[1] for rank in ranks)
     finally:
         for rank in ranks:
             rank.kill()
+            rank.wait()
     assert [rank.returncode for rank in ranks] == [1, 1], (first, second)
     assert first.endswith("ZeroDivisionError: division by zero\n"), first
     assert "the first error was that of rank 0: ZeroDivisionError: division by zero" in second
