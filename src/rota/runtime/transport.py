@@ -95,6 +95,7 @@ class Transport:
             try:
                 posted[key] = [receive([as_sent(buffer)], sender, 0) for buffer in buffers], buffers, form
             except RuntimeError as error:
+                del receive
                 raise lost(sender, message) from error
 
         def take() -> Any:
@@ -172,6 +173,7 @@ class Transport:
         try:
             works = [send([tensor], receiver, 0) for tensor in tensors]
         except RuntimeError as error:
+            del send  # see `close`
             raise lost(receiver, message) from error
         self._sending.append((message, works, tensors))
         if not self._awake:

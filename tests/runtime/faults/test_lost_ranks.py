@@ -9,7 +9,10 @@ steps post receives two ops ahead. Each test lists all that can be told.
 import math
 import os
 import re
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place, spmd
-from rota.core.errors import error_text
+from rota.core.errors import LostRankError, error_text
 from rota.runtime import transport
 from rota.schedules import gpipe
 from support.faulty_stages import NUM_RANKS, Fails, break_on_purpose, plan_for, stages_with
@@ -98,6 +101,36 @@ def step_and_go(rank: int, stages: Stages, plan: Plan, then: str) -> None:
         if rank == 1:
             os._exit(9)
         getattr(pipeline, then)(*batch_of(4) if then == "step" else ())
+
+
+def sockets() -> int:
+    """How many connections this process has."""
+    files = (file for file in Path("/proc/self/fd").iterdir() if file.is_symlink())  # one was that of the folder
+    return sum(os.readlink(file).startswith("socket:") for file in files)
+
+
+def keep_the_error(rank: int, plan: Plan) -> None:
+    """Rank 2 goes in the second step. Rank 1 then waits until it cannot even begin to send to it."""
+    before = sockets()
+
+    def wait_until_lost() -> None:
+        with suppress(RuntimeError):
+            while True:
+                pipeline._engine.here.transport._backend.send([torch.ones(1)], 2, 1)
+                time.sleep(0.01)
+
+    act = (lambda: None, wait_until_lost, partial(os._exit, 9))[rank]
+    pipeline = Pipeline(stages_with(Fails(act, "forward", 4 + (rank == 1)), rank), plan, loss_fn)
+    pipeline.step(*batch_of(4))
+    with pytest.raises(LostRankError) as error:
+        pipeline.step(*batch_of(4))
+    assert sockets() <= before, error.value  # both the pipeline and the traceback are at hand
+    assert rank == 0 or "while sending 1F1→2F1" in str(error.value)
+
+
+def test_an_error_that_is_kept_keeps_no_connection(tmp_path: Path) -> None:
+    ended = run_fresh(tmp_path, NUM_RANKS, keep_the_error, plan_for())
+    assert [process.exit_code for process in ended] == [0, 0, 9], ended
 
 
 class BreaksInOnePart(nn.Module):
