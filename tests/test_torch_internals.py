@@ -163,6 +163,7 @@ def test_a_leaf_can_be_written_into_as_writable() -> None:
     assert not entered._is_view()
     entered.mul_(2).sum().backward()
     assert leaf.tolist() == [2, 2, 2]
+    assert leaf._version == 1
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [2, 2, 2]
 

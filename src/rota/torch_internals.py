@@ -184,32 +184,31 @@ def _refuse(_: None) -> torch.Tensor:
 # --- tensors, storages and modules ------------------------------------------------------------------------------------
 
 
-def writable(leaf: torch.Tensor) -> torch.Tensor:
-    """The leaf's memory as a tensor that a stage may write into: neither a leaf nor a view of one.
+class _Writable(torch.autograd.Function):
+    """Passes on a leaf's memory, and its count of writes."""
 
-    Relies on `aten._unsafe_view`. A leaf without strides (sparse, nested) or of a subclass is returned as it is, since
-    autograd refuses writes into it.
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return gradient
+
+
+_writable = apply_of(_Writable)
+
+
+def writable(leaf: torch.Tensor) -> torch.Tensor:
+    """The leaf's memory as a tensor that a stage may write into, neither a leaf nor a view; writes count for the leaf.
+
+    Relies on what `detach` returns not being a view for autograd. A leaf without strides (sparse, nested) or of a
+    subclass is returned as it is, since autograd refuses writes into it.
     """
     if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
         return leaf
-    entered: torch.Tensor = _unsafe_view(leaf, leaf.shape)
+    entered: torch.Tensor = _writable(leaf)
     return entered
-
-
-_unsafe_view = torch.ops.aten._unsafe_view.default  # found once: looking it up takes half as long as calling it
-
-
-def count_writes(leaves: Iterable[torch.Tensor], entered: Iterable[torch.Tensor]) -> bool:
-    """Count writes into the tensors of `writable` as writes into the leaves, whose versions autograd checks.
-
-    Returns whether there were any. Relies on `Tensor._version`.
-    """
-    are_written = False
-    for leaf, same in zip(leaves, entered, strict=True):
-        if same is not leaf and same._version:
-            torch.autograd.graph.increment_version(leaf)
-            are_written = True
-    return are_written
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -226,6 +226,26 @@ def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
     assert_as_unsplit(pool, 2, cases, by_microbatches=True)
 
 
+def steps_told(rank: int, stages: Stages, plans: list[Plan]) -> list[str]:
+    told = []
+    for plan in plans:
+        with Pipeline(stages, plan, loss_fn) as pipeline:
+            for _ in range(2):
+                with pytest.raises(RuntimeError) as error:
+                    pipeline.step(*batch_of(4))
+                told.append(str(error.value))
+    return told
+
+
+def test_writing_behind_a_stage_that_passes_on_what_an_earlier_one_saved(pool: Pool) -> None:
+    """On one rank, all three have one memory: autograd refuses the gradients of what was saved in it, as unsplit."""
+    costs = [Costs.uniform(3), Costs.uniform(3, weight_us=1)]
+    plans = [NAMED["gpipe"](place(of, Cluster.uniform(1), [0, 0, 0]), 4) for of in costs]
+    (told,) = pool.run(1, steps_told, stages_of(layer, pass_on, partial(writes, "operator")), plans)
+    assert len(told) == 4
+    assert all("modified by an inplace operation" in text for text in told)
+
+
 def writes_input(linear: nn.Linear, *values: Tensor) -> Tensor:
     """Writes into what it reads of the batch, behind what it receives."""
     x = values[-1]

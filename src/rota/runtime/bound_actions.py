@@ -25,10 +25,10 @@ from rota.models import Stages
 from rota.runtime.channels import Channels, OnStream, Passage
 from rota.runtime.compute import Compute
 from rota.runtime.device.protocol import Device, Mark, is_queued
-from rota.runtime.messages import Format, flatten, hand_over, tensors_in
+from rota.runtime.gradients.recompute import versions_in
+from rota.runtime.messages import Format, flatten, hand_over
 from rota.runtime.recorder import Marks, Record
 from rota.runtime.transport import Transport
-from rota.torch_internals import version_of
 
 Take: TypeAlias = Callable[[], Any]  # gives a value to an op or to a message
 
@@ -324,16 +324,12 @@ def _refusing_writes(
     op: Op, compute: Callable[[list[Any]], list[Any]], lent: list[int], received: list[Any]
 ) -> list[Any]:
     """Compute an op, and refuse that it writes into values that others read too."""
-    versions = _versions(received, lent)
+    values = [received[i] for i in lent]
+    versions = versions_in(values)
     outputs = compute(received)
-    if versions != _versions(received, lent):
+    if versions != versions_in(values):
         raise PipelineError(
             f"stage {op.stage} writes into what it receives, which other stages read too; let it begin with an "
             f"operation that is not in place"
         )
     return outputs
-
-
-def _versions(received: list[Any], lent: list[int]) -> list[int]:
-    """How often each tensor of the lent values has been written to."""
-    return [version_of(tensor) for i in lent for tensor in tensors_in(received[i])]

@@ -188,7 +188,8 @@ class Compute:
 
     def explain(self, op: Op, error: Exception) -> PipelineError | None:
         """What an error of an op means; None if only the op itself knows."""
-        return self._forwards[op.stage].explain(error) if isinstance(error, RuntimeError) else None
+        is_forward = op.kind in (Kind.F, Kind.R)
+        return self._forwards[op.stage].explain(error, is_forward) if isinstance(error, RuntimeError) else None
 
     # --- backwards ------------------------------------------------------------------------------------------------
 

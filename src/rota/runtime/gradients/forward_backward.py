@@ -24,7 +24,7 @@ from rota.models.sequence_chunks import Chunk
 from rota.runtime.device.protocol import Number
 from rota.runtime.gradients.split_backward import Gradients, Split, WeightWork, enter, input_gradients
 from rota.runtime.messages import flatten, over_tensors, tensors_in
-from rota.torch_internals import count_writes, run_backward, writable
+from rota.torch_internals import run_backward, versions_of, writable
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class StageForward:
         earlier chunks of its sample.
         """
         module, kept = self._module, Kept([], [])
-        arguments, stand_ins = received, None
+        arguments, leaves = received, list[torch.Tensor]()
         if self._split:
             arguments, stand_ins = _entered(received, enter)
             # The edges now: the stage may write into the tensors, which changes where their gradients go.
@@ -93,7 +93,9 @@ class StageForward:
                 for value in received
             ]
             if self.learns or self._writes:
-                arguments, stand_ins = _entered(received, writable)
+                arguments, _ = _entered(received, writable)
+                leaves = [leaf for of_edge in kept.leaves for leaf in of_edge]
+        versions = versions_of(leaves)
         if self._reads_inputs:
             arguments = [*arguments, *self._stages.pick_inputs(self._stage, batch)]
         try:
@@ -104,21 +106,20 @@ class StageForward:
         except TypeError as error:
             self._stages.explain_arguments(error, self._stage, arguments)
             raise
-        if stand_ins is not None and not self._split:
-            for leaves, of_edge in zip(kept.leaves, stand_ins, strict=True):
-                self._writes |= count_writes(leaves, of_edge)
+        self._writes |= versions != versions_of(leaves)
         values = [output if edge.key is None else edge.take(output) for edge in self._outgoing]
         kept.outputs = [gradient_edges(value, self._where) for value in values]
         return output, values, kept
 
-    def explain(self, error: RuntimeError) -> PipelineError | None:
+    def explain(self, error: RuntimeError, is_forward: bool) -> PipelineError | None:
         """What a refusal of autograd means; None if it has nothing to do with how the stage is run."""
-        if "leaf Variable that requires grad" in str(error) and not self.learns:
+        if is_forward and "leaf Variable that requires grad" in str(error) and not self.learns:
             return PipelineError(
-                f"{self._where} writes into what it receives, and did not in the first step; let it begin with an "
-                f"operation that is not in place, or use Pipeline(…, dynamic_shapes=True)"
+                f"{self._where} writes into a weight, or into what it receives, and did not in the first step; write "
+                f"into weights under no_grad(), and let the stage begin with an operation that is not in place, or use "
+                f"Pipeline(…, dynamic_shapes=True)"
             )
-        if "backward through the graph a second time" in str(error):
+        if not is_forward and "backward through the graph a second time" in str(error):
             return PipelineError(
                 f"{self._where} goes backward through a graph a second time: give step detached tensors if the inputs "
                 f"carry the graph that made them, and keep tensor.detach() where stage {self._stage} keeps a tensor "
