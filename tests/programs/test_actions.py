@@ -1,7 +1,5 @@
 """A rank's program: the plan's order, how often each value is used, and receives that are posted ahead."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

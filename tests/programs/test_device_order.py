@@ -1,7 +1,5 @@
 """No plan that `check` accepts can hang on a device with streams; wrong orders are refused, with the kernels named."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

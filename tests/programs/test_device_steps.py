@@ -1,7 +1,5 @@
 """What a rank enqueues: the plan's strict order, with buffers, events and collectives in their places."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from rota.core.cluster import Cluster

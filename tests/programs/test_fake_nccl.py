@@ -1,7 +1,5 @@
 """On devices that really hang: the proof accepts exactly the orders that finish there."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

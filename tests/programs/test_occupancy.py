@@ -1,7 +1,5 @@
 """A device has room for all kernels that can be on it at once: tried in every order of service of its streams."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 

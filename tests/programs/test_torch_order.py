@@ -1,7 +1,5 @@
 """On PyTorch's engine neither its own orders nor those of plans can hang; with deferred receives many can."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

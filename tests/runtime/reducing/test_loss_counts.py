@@ -1,7 +1,5 @@
 """Losses with counts: the unsplit model's gradient, whatever the counts of micro-batches, steps and replicas are."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

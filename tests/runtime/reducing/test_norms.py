@@ -1,7 +1,5 @@
 """Clipping by the norm of the whole model, of any type, wherever its weights are."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Replicas of a pipeline: the unsplit model's training on the whole batch, reduced once a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

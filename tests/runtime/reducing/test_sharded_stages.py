@@ -1,7 +1,5 @@
 """Stages in FSDP2: right with the pipeline's many forwards, or refused with a remedy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Weights on several ranks, tied or in two streams: equal from the start, gradients summed, counted once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
