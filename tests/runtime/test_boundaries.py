@@ -23,6 +23,7 @@ from support.networks import (
     loss_fn,
     pipeline_steps,
     plan_for,
+    refusal,
     serial_microbatches,
     serial_step,
     stages_of,
@@ -244,6 +245,23 @@ def test_writing_behind_a_stage_that_passes_on_what_an_earlier_one_saved(pool: P
     (told,) = pool.run(1, steps_told, stages_of(layer, pass_on, partial(writes, "operator")), plans)
     assert len(told) == 4
     assert all("modified by an inplace operation" in text for text in told)
+
+
+def cuts_from_step_two_on(linear: nn.Linear, x: Tensor) -> Tensor:
+    """In the first step autograd would refuse it."""
+    linear.num_calls = getattr(linear, "num_calls", 0) + 1
+    return linear(x.requires_grad_(linear.num_calls <= 4))
+
+
+def second_step_told(rank: int, plan: Plan) -> str:
+    with Pipeline(stages_of(layer, cuts_from_step_two_on), plan, loss_fn) as pipeline:
+        pipeline.step(*batch_of(4))
+        return refusal(pipeline.step, *batch_of(4))
+
+
+def test_what_is_received_keeps_its_gradient(pool: Pool) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
+    assert "calls requires_grad_(False) on what it receives" in pool.run(1, second_step_told, plan)[0]
 
 
 def writes_input(linear: nn.Linear, *values: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import rota
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place, spmd
+from gpu import test_as_on_the_cpu as on_devices
+from rota import Cluster, Costs, Pipeline, place, spmd
 from rota.core.programs.device_steps import COMPUTE
 from rota.runtime.device.streams import StreamDevice
 from rota.runtime.reducing.replicas import GradientAllReduce
@@ -29,15 +30,12 @@ from runtime import (
 from runtime.gradients import test_recompute
 from runtime.reducing import test_replicas, test_shared_weights
 from support.networks import (
-    StepResult,
     assert_as_unsplit,
     batch_of,
     chain,
     family_cases,
     loss_fn,
-    pipeline_steps,
     plan_for,
-    stages_of,
 )
 from support.pool import Pool
 from support.sampling import some
@@ -144,37 +142,12 @@ def test_replicas_that_accumulate(sim_pool: SimPool, pp: int, dp: int) -> None:
     test_replicas.test_gradients_add_up_over_steps_with_and_without_sync(sim_pool, pp, dp)  # type: ignore[arg-type]
 
 
-def turned(linear: nn.Linear, x: Tensor) -> Tensor:
-    return torch.tanh(linear(x)).t()
-
-
-def turned_back(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Its gradient is not contiguous either."""
-    return torch.tanh(linear(x.t()))
-
-
 def test_values_that_are_not_contiguous(sim_pool: SimPool) -> None:
-    """A send copies them on its own stream, so the originals are held until then, too."""
-
-    stages = stages_of(turned, turned_back)
-    assert_as_unsplit(sim_pool, 2, [(stages, plan_for(2), [batch_of(4, step) for step in (1, 2)])])
-
-
-def dropout_steps(rank: int, plan: Plan) -> list[StepResult]:
-    torch.manual_seed(0)
-    stages = Stages([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).double() for _ in range(2)])
-    return pipeline_steps(rank, stages, plan, [batch_of(4, step) for step in (1, 2)], recompute="full")
+    on_devices.test_values_that_are_not_contiguous(sim_pool)  # type: ignore[arg-type]
 
 
 def test_dropout_is_the_same_in_schedules_that_draw_in_different_orders(sim_pool: SimPool) -> None:
-    chimera = test_shared_weights.STREAMS["chimera on 2"]
-    by_rank, others = (sim_pool.run(2, dropout_steps, plan) for plan in (plan_for(2), chimera))
-    for step in range(2):
-        whole = by_rank[0][step].gradients | by_rank[1][step].gradients
-        for results in others:
-            assert abs(results[step].loss - by_rank[0][step].loss) < 1e-12
-            for (stage, name), gradient in results[step].gradients.items():  # of both streams
-                torch.testing.assert_close(gradient, whole[stage % 2, name], rtol=1e-12, atol=1e-12)
+    on_devices.test_dropout_is_the_same_in_schedules_that_draw_in_different_orders(sim_pool)  # type: ignore[arg-type]
 
 
 def fails_while_its_device_is_busy(rank: int) -> list[bool]:

@@ -264,7 +264,6 @@ class Compute:
         # By stage and micro-batch, not by the order or the rank: R draws what F drew.
         salt = seed_of(stage % self._num_stages, microbatch)
         is_sink, shares_inputs = stage in self._sinks, stage in self._sharing
-        has_gradients = torch.is_grad_enabled
 
         def run(received: list[Any], buffers: dict[str, torch.Tensor] | None = None) -> list[Any]:
             seed(self._seed ^ salt)
@@ -284,7 +283,7 @@ class Compute:
             if self._collector.losses:
                 self._take_added(kept, stage, microbatch, self._collector.losses)
                 self._collector.losses.clear()
-            if has_gradients():
+            if torch.is_grad_enabled():
                 if not (kept.losses or any(kept.outputs)):
                     self._refuse_lost_gradients(stage, kept)
                 kept_of[key] = kept

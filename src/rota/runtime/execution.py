@@ -51,7 +51,7 @@ class Execution:
     ) -> None:
         self.plan, self.compute, self.record = plan, compute, here.record
         self.trains = any(task.kind.makes_weight_gradients for task in plan.placement.tasks)
-        self.is_queued = here.channels is not None
+        self.is_queued = here.device.is_queued
         #: What a queued device did when `look` asked last, and how many kernels of the last run it had ended.
         self.on_device: Doing | None = None
         self.num_reached = 0
@@ -138,7 +138,7 @@ class Execution:
         self._run.values[:] = [None] * len(self._bound.slots)
         self._device.begin()
         (self._channels or self._transport).begin(self.marks)
-        if is_queued(self._device) and self._channels is not None:
+        if is_queued(self._device):
             self._run.compute = self._device.stream(COMPUTE)
             self._run.mark = partial(self._device.mark_on, self._run.compute)
             self._steps = actions
@@ -178,9 +178,8 @@ class Execution:
 
     def _doing_on_device(self, done: list[bool]) -> Doing | None:
         """What the device does or waits for, if it has not ended what the host has enqueued."""
-        steps = self._steps
         first: dict[str, Step] = {}  # of each stream, those that it has not ended
-        for (step, _), is_done in zip(steps, done, strict=False):  # none is unfinished once the times are known
+        for (step, _), is_done in zip(self._steps, done, strict=False):  # none is unfinished once the times are known
             if not is_done and isinstance(step, Step):
                 first.setdefault(step.stream, step)
         if not first:

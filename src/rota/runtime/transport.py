@@ -91,12 +91,7 @@ class Transport:
             if is_gradient and flags.travel(edge, len(shapes)):
                 shapes = [((len(shapes),), torch.uint8), *shapes]
             buffers = [torch.empty(shape, dtype=dtype, device=_CPU) for shape, dtype in shapes]
-            receive = self._backend.recv  # now, as what keeps it keeps the connections, see `close`
-            try:
-                posted[key] = [receive([as_sent(buffer)], sender, 0) for buffer in buffers], buffers, form
-            except RuntimeError as error:
-                del receive
-                raise lost(sender, message) from error
+            posted[key] = [self.post(buffer, message) for buffer in buffers], buffers, form
 
         def take() -> Any:
             works, buffers, form = posted.pop(key)

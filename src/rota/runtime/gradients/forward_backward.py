@@ -107,6 +107,11 @@ class StageForward:
             self._stages.explain_arguments(error, self._stage, arguments)
             raise
         self._writes |= versions != versions_of(leaves)
+        if not all(leaf.requires_grad for of_edge in kept.leaves for leaf in of_edge):
+            raise PipelineError(
+                f"{self._where} calls requires_grad_(False) on what it receives, so no gradient would reach the stage "
+                f"that made it; use detach() of it instead"
+            )
         values = [output if edge.key is None else edge.take(output) for edge in self._outgoing]
         kept.outputs = [gradient_edges(value, self._where) for value in values]
         return output, values, kept
@@ -117,7 +122,7 @@ class StageForward:
             return PipelineError(
                 f"{self._where} writes into a weight, or into what it receives, and did not in the first step; write "
                 f"into weights under no_grad(), and let the stage begin with an operation that is not in place, or use "
-                f"Pipeline(…, dynamic_shapes=True)"
+                f"Pipeline(…, dynamic_shapes=True) ({str(error).partition('.')[0]})"
             )
         if not is_forward and "backward through the graph a second time" in str(error):
             return PipelineError(

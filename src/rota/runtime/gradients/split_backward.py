@@ -108,7 +108,7 @@ def input_gradients(
     """The gradients of `inputs`, None where none arrives, and the work that is left for the weights.
 
     `inputs` are edges of tensors that `enter` returned. Where no root leads to any of them, all the work is left.
-    `splits`: of an earlier graph of the stage; it gets that of this graph, if it has another shape.
+    `splits`: none, or that of an earlier graph of the stage; it gets that of this graph.
     """
     ends = {edge.node for edge in inputs}
     nodes, split = _split_as_before(roots, ends, splits or [])
@@ -169,12 +169,11 @@ def _walk(roots: Iterable[Node], ends: Collection[Node]) -> tuple[list[Node], li
 
 
 def _split_as_before(
-    roots: list[GradientEdge], ends: Collection[Node], splits: Iterable[Split]
+    roots: list[GradientEdge], ends: Collection[Node], splits: Sequence[Split]
 ) -> tuple[list[Any], Split]:
     """The nodes of a graph in the order of `_walk`, and how its backward is split."""
-    for split in splits:
-        if (nodes := _nodes_in_shape(split, roots, ends)) is not None:
-            return nodes, split
+    if splits and (nodes := _nodes_in_shape(splits[0], roots, ends)) is not None:
+        return nodes, splits[0]
     return _split(roots, ends)
 
 
