@@ -1,6 +1,7 @@
 """Reading documents: every complaint names the path, the value and what belongs there."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -70,9 +71,8 @@ def test_what_is_wrong_is_told_with_path_and_value(read: Callable[[], object], t
     ],
 )
 def test_what_is_no_document_of_ours_is_refused(text: str, told: str) -> None:
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(FormatError, match=re.escape(told)):
         reading.parse(text, "plan")
-    assert told in str(caught.value)
 
 
 CLUSTER = rota.Cluster.uniform(2)
@@ -115,9 +115,8 @@ class Rows(msgspec.Struct):
     ],
 )
 def test_what_is_wrong_in_an_object_with_any_names_is_told(rows: object, message: str) -> None:
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(FormatError, match=re.escape(message)):
         Field("doc", {"rows": rows}).read(Rows)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("name", schemas.FILES)

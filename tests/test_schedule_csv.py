@@ -1,6 +1,7 @@
 """The schedule CSV comes back as it went, nonsense is told, and what it cannot say is refused."""
 
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,9 +140,8 @@ def test_no_message_may_be_missing_or_there_twice_or_elsewhere(plan: Plan, choos
     ],
 )
 def test_a_wrong_cell_is_told(text: str, told: str) -> None:
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(FormatError, match=re.escape(told)):
         Plan.from_csv(text, place(Costs.uniform(2), Cluster.uniform(2)))
-    assert told in str(caught.value)
 
 
 def test_blanks_and_what_pytorch_does_for_itself_say_nothing() -> None:
@@ -182,9 +182,8 @@ def test_b_is_i_and_w_where_the_placement_splits_it() -> None:
 def test_what_it_cannot_say_is_refused(placement: Placement, told: str) -> None:
     plan = gpipe(placement, 2)
     for form in FORMS:
-        with pytest.raises(ScheduleError) as caught:
+        with pytest.raises(ScheduleError, match=re.escape(told)):
             plan.to_csv(**form)
-        assert told in str(caught.value)
 
 
 def test_communication_of_a_chain_does_not_fit_another_shape() -> None:

@@ -90,7 +90,6 @@ def test_one_watch_within_another() -> None:
 def budgets_watched_by(looks: Looks, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Budgets' looks from the main thread; CP-SAT has its own limits."""
     ask = Budget.must_stop.fget
-    assert ask is not None
 
     def must_stop(self: Budget) -> bool:
         if threading.current_thread() is threading.main_thread() and looks() and self._whole is None:

@@ -42,7 +42,6 @@ def test_run_backward_accumulates_like_autograd() -> None:
     weight = torch.ones(3, requires_grad=True)
     for _ in range(2):
         torch_internals.run_backward([get_gradient_edge(2 * weight)], [torch.ones(3)])
-    assert weight.grad is not None
     assert weight.grad.tolist() == [4, 4, 4]
 
 
@@ -164,7 +163,6 @@ def test_a_leaf_can_be_written_into_as_writable() -> None:
     entered.mul_(2).sum().backward()
     assert leaf.tolist() == [2, 2, 2]
     assert leaf._version == 1
-    assert leaf.grad is not None
     assert leaf.grad.tolist() == [2, 2, 2]
 
 
@@ -443,7 +441,6 @@ def test_private_names_are_used_in_one_place() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and there is none here")
 def test_a_kernel_that_sleeps_lasts_as_many_ticks() -> None:
     sleep = torch_internals.sleep_kernel(torch.device("cuda"))
-    assert sleep is not None
 
     def lasts_ms(ticks: int) -> float:
         events = [torch.Event("cuda", enable_timing=True) for _ in range(2)]

@@ -121,7 +121,6 @@ def test_a_few_giants_and_little_memory() -> None:
         groups[-1].append(length)
     filled = layout.problem([*map(Size.padded, groups)])
     simple = by_policy(filled, falling(filled))
-    assert simple is not None
     assert rota.plan_batch(stages, cluster, lengths).makespan_us <= simple.makespan_us
 
 
@@ -243,7 +242,6 @@ def test_local_search_never_makes_a_step_longer(seed: int) -> None:
     problem = chain(seed, 3, 9, bool(seed % 2), 2.5, giants=seed % 3)
     sequence = np.random.default_rng(seed).permutation(9)
     first = by_policy(problem, sequence)
-    assert first is not None
     last_us = first.makespan_us
     for tries in (10, 100, 1_000):
         climbed, timed = climb(problem, sequence, first, 0, tries)
@@ -259,6 +257,5 @@ def test_the_bound_of_a_sequence_is_close_to_its_optimum() -> None:
     for case in FEW:
         problem = chain(*case)
         exact_us = optimum_us(problem, valley(problem).tolist())
-        assert exact_us is not None
         far.append(1 - sequence_bound_us(problem, valley(problem), 0, exact_us) / exact_us)
     assert np.mean(far) <= 0.02, far

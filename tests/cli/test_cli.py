@@ -32,6 +32,20 @@ def run(capsys: Capsys, *arguments: object) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+def printed(capsys: Capsys, *arguments: object) -> str:
+    """What a command prints that does its work."""
+    code, out, error = run(capsys, *arguments)
+    assert code == 0, error
+    return out
+
+
+def refused(capsys: Capsys, code: int, *arguments: object) -> str:
+    """What a command says that does not: one line."""
+    ended, _, error = run(capsys, *arguments)
+    assert (ended, error.count("\n")) == (code, 1), error
+    return error
+
+
 @pytest.fixture
 def plan_file(tmp_path: Path, capsys: Capsys) -> Path:
     path = tmp_path / "plan.json"
@@ -40,8 +54,7 @@ def plan_file(tmp_path: Path, capsys: Capsys) -> Path:
 
 
 def test_check_proves_the_order_on_devices(plan_file: Path, capsys: Capsys) -> None:
-    code, out, _ = run(capsys, "check", plan_file, "--device")
-    assert code == 0
+    out = printed(capsys, "check", plan_file, "--device")
     # 24 ops, 16 messages with two sides each, and a reduction per stage.
     assert "59 kernels on 3 ranks with 4 channels" in out
     assert "have no cycle of waits, and both sides of each communicator enqueue in the same order" in out
@@ -51,29 +64,24 @@ def test_check_proves_the_order_on_devices(plan_file: Path, capsys: Capsys) -> N
 
 def test_check_compares_the_kernels_at_once_with_a_device(plan_file: Path, capsys: Capsys) -> None:
     for device, most in ("H100", 22), ("6", 1):
-        code, out, _ = run(capsys, "check", plan_file, "--sms", device)
-        assert code == 0
+        out = printed(capsys, "check", plan_file, "--sms", device)
         assert "59 kernels on 3 ranks" in out
         assert f"up to 6 kernels can be on a device at once, one per stream: if each has at most {most} CTA" in out
-    code, _, error = run(capsys, "check", plan_file, "--sms", "5")
-    assert code == 1
+    error = refused(capsys, 1, "check", plan_file, "--sms", "5")
     assert "refused: up to 6 kernels can be on a device at once, one per stream, but it has 5" in error
-    code, _, error = run(capsys, "check", plan_file, "--sms", "0")
-    assert code == 2
+    error = refused(capsys, 2, "check", plan_file, "--sms", "0")
     assert "'0' is neither a number of multiprocessors nor one of a100-40gb" in error
 
 
 def test_check_proves_the_order_on_pytorch_s_engine(plan_file: Path, tmp_path: Path, capsys: Capsys) -> None:
-    code, out, _ = run(capsys, "check", plan_file, "--torch")
-    assert code == 0
+    out = printed(capsys, "check", plan_file, "--torch")
     # 24 ops, and 16 messages with two sides each.
     assert "with the messages that it derives: 56 kernels on 3 ranks with 4 channels have no cycle of waits" in out
     assert "PyTorch sends messages in a different order from the plan" in out
     assert "defer_pp_recv=True could hang or swap messages; leave it off: where each pair of ranks has a comm" in out
     plan = Plan.from_json(plan_file.read_text())
     (tmp_path / "blocks.csv").write_text(derived(plan.to_csv(), defers_receives=True))
-    code, _, error = run(capsys, "check", tmp_path / "blocks.csv", "--torch")
-    assert code == 1
+    error = refused(capsys, 1, "check", tmp_path / "blocks.csv", "--torch")
     assert "blocks.csv: where each pair of ranks has a communicator" in error
 
 
@@ -86,15 +94,13 @@ def test_plan_show_and_compare_pass_files_on(
     assert Timeline.from_json(timeline.read_text()) == simulate(Plan.from_json(plan_file.read_text()))
     monkeypatch.setenv("COLUMNS", "70")
     for file in (plan_file, timeline):
-        code, out, _ = run(capsys, "show", file)
-        assert code == 0
+        out = printed(capsys, "show", file)
         assert "rank 2" in out
         assert max(map(len, out.splitlines())) <= 70
     picture = tmp_path / "plan.png"
     assert run(capsys, "show", timeline, "-o", picture)[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    code, _, err = run(capsys, "compare", plan_file, timeline)
-    assert (code, "nothing was measured" in err) == (2, True)
+    assert "nothing was measured" in refused(capsys, 2, "compare", plan_file, timeline)
     simulated = simulate(Plan.from_json(plan_file.read_text()))
     names = ("starts_us", "ends_us", "sent_us", "arrived_us", "step_ends_us")
     times = {name: tuple(tuple(2 * us for us in row) for row in getattr(simulated, name)) for name in names}
@@ -103,14 +109,10 @@ def test_plan_show_and_compare_pass_files_on(
         page = tmp_path / f"{command[0]}.html"
         assert run(capsys, *command, "-o", page)[0] == 0
         assert "plan.json over timeline.json" in page.read_text()
-    code, _, err = run(capsys, "show", timeline, "--above", plan_file)
-    assert code == 2
-    assert "name one with -o" in err
-    assert run(capsys, "show", plan_file, "--bound", "-o", tmp_path / "bound.html")[0] == 0
+    assert "name one with -o" in refused(capsys, 2, "show", timeline, "--above", plan_file)
+    printed(capsys, "show", plan_file, "--bound", "-o", tmp_path / "bound.html")
     assert "proven optimal" in (tmp_path / "bound.html").read_text()
-    code, out, _ = run(capsys, "compare", plan_file, timeline)
-    assert code == 0
-    assert "slower ops" in out
+    assert "slower ops" in printed(capsys, "compare", plan_file, timeline)
 
 
 def test_csv_is_written_and_read(tmp_path: Path, capsys: Capsys) -> None:
@@ -118,8 +120,7 @@ def test_csv_is_written_and_read(tmp_path: Path, capsys: Capsys) -> None:
     arguments = ["--stages", 4, "--ranks", 2, "--microbatches", 3, "-o", path]
     assert run(capsys, "plan", "gpipe", *arguments)[0] == 0
     assert path.read_text().startswith("0F0,0F1,0F2,2F0")
-    code, out, _ = run(capsys, "check", path)
-    assert code == 0
+    out = printed(capsys, "check", path)
     assert "4 stages and 3 micro-batches on 2 ranks" in out
     assert re.search(
         r"^  makespan \d+ times a forward \(F\), if B takes twice as long as F, and .*$", out, re.MULTILINE
@@ -148,14 +149,10 @@ def test_times_of_a_csv_are_assumed_or_given(tmp_path: Path, capsys: Capsys) -> 
         code, out, err = run(capsys, *command, "--json")
         fields = json.loads(out)
         assert (code, err, fields["times_assumed"], fields["makespan_us"]) == (0, "", False, read.makespan_us)
-    code, _, err = run(capsys, "show", timeline, "--costs", costs)
-    assert (code, "has costs of its own; leave --costs out" in err) == (2, True)
+    assert "has costs of its own; leave --costs out" in refused(capsys, 2, "show", timeline, "--costs", costs)
     costs.write_text(Costs.uniform(3).to_json())
-    code, _, err = run(capsys, "check", path, "--costs", costs)
-    assert (code, "the CSV has 4 stages, but --costs has costs for 3; give the costs of every stage" in err) == (
-        2,
-        True,
-    )
+    error = refused(capsys, 2, "check", path, "--costs", costs)
+    assert "the CSV has 4 stages, but --costs has costs for 3; give the costs of every stage" in error
 
 
 #: As `rota.profile` makes them: edges always, weight_us never.
@@ -178,17 +175,13 @@ def costs_file(tmp_path: Path) -> Path:
 
 def test_a_profile_given_for_costs_is_told_where_it_belongs(costs_file: Path, capsys: Capsys) -> None:
     costs_file.write_text('{"rota": "profile"}')
-    code, _, error = run(capsys, "plan", "1f1b", "--costs", costs_file, "--microbatches", 8)
-    assert (code, error.count("\n")) == (2, 1)
-    assert (
-        "a profile of layers is for `rota autoplan --profile`, which makes stages of them); give what `rota cal"
-        in error
-    )
+    error = refused(capsys, 2, "plan", "1f1b", "--costs", costs_file, "--microbatches", 8)
+    told = "a profile of layers is for `rota autoplan --profile`, which makes stages of them); give what `rota cal"
+    assert told in error
 
 
 def test_schedules_compares_all_on_measured_costs(costs_file: Path, capsys: Capsys) -> None:
-    code, out, _ = run(capsys, "plan", "all", "--costs", costs_file, "--microbatches", 8, "--json")
-    assert code == 0
+    out = printed(capsys, "plan", "all", "--costs", costs_file, "--microbatches", 8, "--json")
     rows = {row["name"]: row for row in json.loads(out)}
     assert rows.keys() == NAMED.keys() - {"forward_only", "seq1f1b"}
     assert {row["problem"] for row in rows.values()} == {""}
@@ -197,13 +190,12 @@ def test_schedules_compares_all_on_measured_costs(costs_file: Path, capsys: Caps
 
 @pytest.mark.parametrize("name", [f.name for f in FAMILIES if f.stages_per_rank == 1 and f.name != "seq1f1b"])
 def test_what_measured_costs_lack_is_assumed_and_told(name: str, costs_file: Path, capsys: Capsys) -> None:
-    code, out, _ = run(capsys, "plan", name, "--costs", costs_file, "--microbatches", 8)
+    out = printed(capsys, "plan", name, "--costs", costs_file, "--microbatches", 8)
     told = {
         "split": ["I and W each take half of the backward, as the costs have no weight_us"],
         "whole": ["R takes as long as F, as the costs have no recompute_us"] if name == "varuna" else [],
         "any": [],
     }
-    assert code == 0
     assert [line for line in out.splitlines() if line.startswith("Assumed: ")] == [
         f"Assumed: {what}." for what in told[NAMED[name].backward]
     ]
@@ -214,12 +206,6 @@ def test_ranks_without_work_are_told(capsys: Capsys) -> None:
     assert code == 0
     assert error == "rota plan: warning: 4 of 8 ranks have nothing to do; give more stages, or --ranks 4\n"
     assert run(capsys, "plan", "1f1b", "--ranks", 4, "--microbatches", 4)[2] == ""
-
-
-def _corrupt(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -248,9 +234,7 @@ def _corrupt(folder: Path, name: str, text: str) -> Path:
     ],
 )
 def test_errors(arguments: list[str], code: int, told: list[str], capsys: Capsys) -> None:
-    got, _, error = run(capsys, *arguments)
-    assert got == code
-    assert error.count("\n") == 1
+    error = refused(capsys, code, *arguments)
     for words in told:
         assert words in error
 
@@ -267,9 +251,8 @@ def test_errors(arguments: list[str], code: int, told: list[str], capsys: Capsys
     ],
 )
 def test_bad_files(name: str, text: str, code: int, told: list[str], tmp_path: Path, capsys: Capsys) -> None:
-    got, _, error = run(capsys, "check", _corrupt(tmp_path, name, text))
-    assert got == code
-    assert error.count("\n") == 1
+    (tmp_path / name).write_text(text)
+    error = refused(capsys, code, "check", tmp_path / name)
     for words in told:
         assert words in error
 
@@ -286,8 +269,7 @@ def test_help_teaches_by_example_and_says_every_default(
     name: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for flag in ("-h", "--help"):
-        code, out, _ = run(capsys, *name.split(), flag)
-        assert code == 0
+        out = printed(capsys, *name.split(), flag)
         assert f":\n  rota {name}" in out.partition("\nExample")[2]
     for param in ALL[name].params:
         if isinstance(param, click.Option) and not param.is_flag and not param.required:
@@ -320,14 +302,12 @@ def test_reports_fit_the_terminal(
     Path("lengths.json").write_text("[130, 85, 60, 50]")
     Path("model.py").write_text(MODEL)
     monkeypatch.setenv("COLUMNS", "60")
-    code, out, _ = run(capsys, *command.split())
-    assert code == 0
+    out = printed(capsys, *command.split())
     assert [line for line in out.splitlines() if len(line) > 60] == []
 
 
 def test_bare_command_shows_the_first_commands(capsys: Capsys) -> None:
-    code, out, _ = run(capsys)
-    assert code == 0
+    out = printed(capsys)
     assert [line.split()[1] for line in out.splitlines() if line.startswith("  rota ")] == [
         "demo",
         "autoplan",

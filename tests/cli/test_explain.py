@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_cli import Capsys, run
+from cli.test_cli import Capsys, printed, run
 from rota import Cluster, Costs, Plan, Timeline, explain, place, schedules, simulate
 from rota.cli.screen import transfers_text
 from support.measured import measured_like
@@ -25,8 +25,8 @@ def measured_file(tmp_path: Path) -> Path:
 
 
 def test_explain_says_why_against_the_timelines_own_plan(measured_file: Path, capsys: Capsys) -> None:
-    code, out, _ = run(capsys, "explain", measured_file)
-    assert (code, out) == (0, explain(MEASURED, PLAN).to_text() + COUNTED)
+    out = printed(capsys, "explain", measured_file)
+    assert out == explain(MEASURED, PLAN).to_text() + COUNTED
     assert "slower" in out
     assert run(capsys, "explain", measured_file, "--cores", 1)[1] == explain(MEASURED, PLAN, 1).to_text() + COUNTED
 
@@ -63,9 +63,7 @@ def test_explain_takes_a_plan_and_another_timeline(measured_file: Path, tmp_path
     plan = tmp_path / "plan.json"
     plan.write_text(PLAN.to_json())
     assert run(capsys, "explain", plan)[1] == explain(PLAN).to_text() + COUNTED
-    code, out, _ = run(capsys, "explain", measured_file, "--planned", measured_file, "--json")
-    fields = json.loads(out)
-    assert code == 0
+    fields = json.loads(printed(capsys, "explain", measured_file, "--planned", measured_file, "--json"))
     assert fields["idle_us"] == list(MEASURED.idle_us)
     assert "slower" not in fields["by_cause_us"]
 
@@ -84,8 +82,7 @@ def test_a_trace_is_imported_explained_and_kept(tmp_path: Path, capsys: Capsys) 
         for name, start, end in names
     ]
     path.write_text(json.dumps({"traceEvents": events}))
-    code, out, _ = run(capsys, "import", "trace", path, "-o", output)
-    assert code == 0
+    out = printed(capsys, "import", "trace", path, "-o", output)
     assert out.startswith("step 0 of 1 (counted from 0): 1 rank, 1 stage, 2 micro-batches\nclocks as recorded")
     timeline = Timeline.from_json(output.read_text())
     assert timeline.starts_us == ((0, 6, 9, 20),)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.test_cli import Capsys, run
+from cli.test_cli import Capsys, printed, refused, run
 from rota import Profile, Size, SizeModel, split
 from rota.planning.model_file import load_model_file, profile_file
 from rota.planning.request import Measuring
@@ -41,8 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_profile_is_written_for_each_number_of_rows(model: Path, tmp_path: Path, capsys: Capsys) -> None:
     output = tmp_path / "profile.json"
-    code, out, _ = run(capsys, "profile", model, "--rows", "4,1", "-o", output)
-    assert code == 0
+    out = printed(capsys, "profile", model, "--rows", "4,1", "-o", output)
     profile = Profile.from_json(output.read_text())
     assert [*profile] == [1, 4]
     assert profile[4].boundary_bytes == (4 * 8 * 4, 4 * 8 * 4)
@@ -63,8 +62,7 @@ def test_an_estimate_makes_the_model_where_it_takes_no_memory(model: Path, tmp_p
     )
     model.write_text(huge + OPTIMIZER)
     output = tmp_path / "profile.json"
-    code, out, _ = run(capsys, "profile", model, "--device", "h100", "-o", output)
-    assert code == 0
+    out = printed(capsys, "profile", model, "--device", "h100", "-o", output)
     assert "estimated for h100" in out
     assert Profile.from_json(output.read_text())[1].parameter_bytes[0] == 5 * 8 * 10**9 * 4
 
@@ -101,9 +99,8 @@ def test_the_cache_is_used_and_refreshed(model: Path, tmp_path: Path, capsys: Ca
     assert run(capsys, "profile", model, "--device", "h100", "--cache", cache)[0] == 0
     assert file.read_text() == before
     model.write_text(MODEL)
-    code, _, error = run(capsys, "profile", model, "--device", "h100", "--cache", cache)
-    assert (code, error.count("\n")) == (2, 1)
-    assert "is stale: optimizer was make_optimizer" in error
+    told = refused(capsys, 2, "profile", model, "--device", "h100", "--cache", cache)
+    assert "is stale: optimizer was make_optimizer" in told
     assert run(capsys, "profile", model, "--device", "h100", "--cache", cache, "--refresh")[0] == 0
     assert "optimizer was" not in file.read_text() != before
 
@@ -167,8 +164,7 @@ def loss_fn(output, target):
 def test_costs_by_length_are_fitted(tmp_path: Path, capsys: Capsys) -> None:
     path, output = tmp_path / "model.py", tmp_path / "sizes.json"
     path.write_text(LENGTHS)
-    code, out, _ = run(capsys, "profile", path, "--lengths", "4,8,16", "--rows", "1,3", "--stages", "2", "-o", output)
-    assert code == 0
+    out = printed(capsys, "profile", path, "--lengths", "4,8,16", "--rows", "1,3", "--stages", "2", "-o", output)
     assert "differ from measured ones by at most" in out
     model = SizeModel.from_json(output.read_text())
     assert model.num_stages == 2
@@ -180,6 +176,4 @@ def test_costs_by_length_are_fitted(tmp_path: Path, capsys: Capsys) -> None:
         (["--lengths", "4"], "two lengths or more"),
         (["--lengths", "4,8", "--cache", str(tmp_path)], "leave it out with --lengths"),
     ):
-        code, _, error = run(capsys, "profile", path, *arguments)
-        assert code != 0
-        assert told in error
+        assert told in refused(capsys, 2, "profile", path, *arguments)

@@ -61,7 +61,6 @@ def test_the_readme_does_what_it_says(pool: Pool, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert "slower ops" in outputs["compare"]
     plan = Plan.from_json((tmp_path / "plan.json").read_text())
-    assert plan.usage is not None
     assert plan.usage.microbatch_rows * plan.num_microbatches * plan.usage.num_replicas == 32
     assert Timeline.from_json((tmp_path / "measured.json").read_text()).plan == plan
 
@@ -146,8 +145,6 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, signal_number: signal.Sig
     (tmp_path / "train.py").write_text(SCRIPT.format(body=body))
     command = [sys.executable, "-m", "rota", "run", "plan.json", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stderr is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
         launcher.send_signal(signal_number)
         code = launcher.wait(150)

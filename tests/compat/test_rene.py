@@ -178,12 +178,7 @@ def test_durations_that_are_refused(durations: Any, message: str) -> None:
 
 
 def test_the_picture_of_1f1b_with_its_critical_path(tmp_path: Path) -> None:
-    dag = ReneDAG(
-        schedule_type=Synchronous1F1B,
-        num_stages=4,
-        num_micro_batches=8,
-        durations={Forward: [1.0, 1.0, 1.4, 1.2], Backward: [1.5, 1.5, 2.0, 1.7]},
-    )
+    dag = ReneDAG(schedule_type=Synchronous1F1B, num_stages=4, num_micro_batches=8, durations=PICTURE)
     dag.schedule("eager")
     vis = PipelineVisualizer(dag)
     ax = axes()

@@ -56,9 +56,7 @@ print(schedule)
 @cache
 def composed(shape: str, memory: int | None, nmicros: int | None, train: bool = True) -> SchedPlan:
     micro = PLACEMENTS[shape](4, train=train)
-    found = Composer.compose(micro, memory) if nmicros is None else Composer.compose_n(micro, memory, nmicros)
-    assert found is not None
-    return found
+    return Composer.compose(micro, memory) if nmicros is None else Composer.compose_n(micro, memory, nmicros)
 
 
 def test_the_document_s_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +65,6 @@ def test_the_document_s_example(capsys: pytest.CaptureFixture[str]) -> None:
     exec(EXAMPLE, names)
     exec("from rota.compat.tessel.schedule.composer import Composer\nmicro = placement\n" + SEARCH, names)
     schedule = names["schedule"]
-    assert isinstance(schedule, SchedPlan)
     assert (schedule.period, schedule.nsteps) == (3, 3 * 3 + 12)
     assert [schedule.peak_memory(device) for device in range(4)] == [4, 3, 2, 1]
     assert capsys.readouterr().out == f"{schedule}\n"
@@ -176,7 +173,6 @@ def test_compositions(shape: str, memory: int, nmicros: int | None, period: int,
     schedule = composed(shape, memory, nmicros)
     assert (schedule.period, schedule.nsteps) == (period, nsteps)
     require_sound(schedule, memory)
-    assert schedule.repeated is not None
     assert sorted(block.gid for block in schedule.repeated) == list(range(len(PLACEMENTS[shape](4).all_blocks())))
 
 
@@ -184,7 +180,6 @@ def test_compositions(shape: str, memory: int, nmicros: int | None, period: int,
 def test_more_micro_batches(shape: str) -> None:
     """Each is a period longer, one by one or at once."""
     schedule = composed(shape, 6, 3)
-    assert schedule.period is not None
     for nmicros in (3, 4, 9):
         unrolled = schedule.unroll(nmicros)
         assert unrolled.nsteps == schedule.nsteps + (nmicros - 3) * schedule.period
@@ -319,7 +314,6 @@ FROZEN = {"finetune": (0,), "alphafold": (0, 1, 2, 3)}
 def plan_of(shape: str, nmicros: int, train: bool = True) -> Plan:
     """On two devices; with two more micro-batches than were composed."""
     schedule = Composer.compose_n(PLACEMENTS[shape](2, train=train), 4 if train else None, nmicros)
-    assert schedule is not None
     return schedule.unroll(nmicros + 2).to_plan(4 if train else None)
 
 

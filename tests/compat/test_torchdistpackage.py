@@ -1,5 +1,6 @@
 """The torchdistpackage door: steps, evaluation and norms equal the unsplit model's; the page's example runs."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -281,9 +282,8 @@ def topology(rank: int) -> None:
         ([("pipe", 3)], "{'pipe': 3} is for 3 processes, but 4 were started; start 3"),
         ([("pipe", 2), ("expert", 2)], "config has the modes 'pipe', 'expert'; give 'data', 'pipe' and 'tensor'"),
     ):
-        with pytest.raises(PipelineError) as error:
+        with pytest.raises(PipelineError, match=re.escape(told)):
             tpc.setup_process_groups(config)
-        assert told in str(error.value)
 
 
 def test_topology(pool: Pool) -> None:
@@ -324,9 +324,8 @@ def test_flattening() -> None:
         ("second", "layer_list[0] is 'second', but Net has no such layer"),
         (3, "layer_list[0] is 3: give"),
     ):
-        with pytest.raises(SplitError) as error:
+        with pytest.raises(SplitError, match=re.escape(told)):
             flatten_model(model, [layer])  # type: ignore[list-item]
-        assert told in str(error.value)
 
 
 def run_example(rank: int) -> float:

@@ -23,10 +23,11 @@ MODEL, CONFIG, TITAN, MEGATRON, DEEPSPEED = python_blocks(PAGE)
 
 
 @dataclass
-class ModelSpec:
-    """The part of torchtitan's that counts here."""
+class Spec:
+    """The part of torchtitan's `ModelSpec` that counts here."""
 
     pipelining_fn: Callable[..., Any]
+    model_args: Mapping[str, Any] | None = None
 
 
 def run(code: str) -> dict[str, object]:
@@ -55,7 +56,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
         pipeline_parallel_microbatch_size=1,
         module_fqns_per_model_part=None,
     )
-    spec = ModelSpec(lambda model: (SimpleNamespace(), [model]))
+    spec = Spec(lambda model: (SimpleNamespace(), [model]))
     config = SimpleNamespace(parallelism=parallelism, training=SimpleNamespace(local_batch_size=1), model_spec=spec)
     planned = run(CONFIG)["planned"](config)  # type: ignore[operator]
     assert planned is config
@@ -78,14 +79,6 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
 
 
 _, PLANNED, OWN_CONFIG = python_blocks("torchtitan.md")
-
-
-@dataclass
-class Spec:
-    """The part of torchtitan's `ModelSpec` that counts here."""
-
-    pipelining_fn: Callable[..., Any]
-    model_args: Mapping[str, Any] | None = None
 
 
 def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,6 @@ def test_make_targets_exist(page: Path) -> None:
 def test_results_are_those_of_the_benchmarks() -> None:
     """Claims, and results where no output is recorded: `python benchmarks/results.py --claims` writes them."""
     spec = importlib.util.spec_from_file_location("benchmark_results", ROOT / "benchmarks" / "results.py")
-    assert spec is not None
-    assert spec.loader is not None
     results = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(results)
     page = text_of("results.md")

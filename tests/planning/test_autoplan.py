@@ -166,12 +166,10 @@ def test_as_little_is_recomputed_as_lets_it_fit() -> None:
         return evaluate(Candidate(request, layout, (0, 2, 4, 6, 8)), NAMED["1f1b"], math.inf)
 
     free, over = evaluated(160), evaluated(59)
-    assert isinstance(free, Contender)
     assert free.peak_bytes == 160  # four micro-batches of two layers on the first rank
     assert isinstance(over, Misfit)  # what R makes, and what a layer keeps on top while it runs
     assert (over.num_bytes, over.over_bytes) == (60, 1)
     tight = evaluated(159)
-    assert isinstance(tight, Contender)
     assert tight.candidate.recomputed == {0}
     assert tight.peak_bytes <= 159
     assert tight.makespan_us > free.makespan_us
@@ -217,7 +215,6 @@ def test_nothing_fits_and_what_would(inference: bool) -> None:
     ) as error:
         autoplan(profiles, Machine(2, 1200), 8, Choices(inference=inference), time_limit_s=LONG_S)
     found = re.search(r"--memory ([\d.]+)kB", str(error.value))
-    assert found is not None
     enough = round(float(found[1]) * 1000)
     answer = autoplan(profiles, Machine(2, enough), 8, Choices(inference=inference), time_limit_s=LONG_S)
     assert answer.best.peak_bytes <= enough

@@ -131,7 +131,6 @@ def held_in_steps(rank: int, base: Plan, jobs: list[Job]) -> list[tuple[int, int
             pipeline.step([*inputs], [*targets], **given)
             clear(pipeline)
             static, limit = plan.placement.static_bytes[rank], plan.placement.cluster.limit_bytes[rank]
-            assert limit is not None
             allowed = limit - static + slack_bytes(sizes)
             with pipeline.watch_memory() as watch, patch.object(MemoryWatch, "op_ended", patient(allowed)):
                 pipeline.step([*inputs], [*targets], **given)

@@ -175,7 +175,6 @@ class OtherClock:
 def offset_with_other_clock(rank: int) -> tuple[int, float]:
     """Rank 2 is on a machine of its own."""
     group = dist.group.WORLD
-    assert group is not None
     clock = OtherClock if rank == 2 else time
     with patch.multiple(process_group, time=clock, _machine=lambda: f"machine {rank // 2}"):
         began_ns = time.monotonic_ns()

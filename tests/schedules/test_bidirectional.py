@@ -46,7 +46,6 @@ def test_every_size(schedule: Schedule) -> None:
 def advised(told: str, num_ranks: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
     """The sizes that an error says to take; for other ranks, micro-batches that are enough for any schedule."""
     match = re.fullmatch(r"\w+: needs an even number of (ranks|micro-batches), .*; give (\d+)(?: or (\d+))?", told)
-    assert match is not None
     for value in (int(value) for value in match.groups()[1:] if value):
         if match[1] == "ranks":
             assert abs(value - num_ranks) == 1
@@ -95,7 +94,6 @@ def test_each_half_of_dualpipe_is_pytorchs_dualpipe_v(num_ranks: int) -> None:
     for num_microbatches in (2 * num_ranks, 2 * num_ranks + 2, 3 * num_ranks, 4 * num_ranks):
         orders = dualpipe(both_ways(num_ranks, 1, 1, 1), num_microbatches).orders
         expected = torch_orders("ScheduleDualPipeV", half, 2, num_microbatches // 2)
-        assert expected is not None
         for order, theirs in zip(orders, expected, strict=False):
             v_stages = {order[0].stage: min(order[0].stage, num_ranks - 1 - order[0].stage)}
             v_stages[2 * num_ranks - 1 - order[0].stage] = num_ranks - 1 - v_stages[order[0].stage]

@@ -106,7 +106,6 @@ def test_pytorchs_runtime_does_what_is_written(tmp_path: Path) -> None:
 def test_dualpipe_v_comes_and_goes(num_ranks: int, num_microbatches: int, weight_us: int, tmp_path: Path) -> None:
     """PyTorch's schedule of pairs: read, checked, and written so that PyTorch takes it again."""
     actions = torch_actions("ScheduleDualPipeV", num_ranks, 2, num_microbatches)
-    assert actions is not None
     text = "".join(",".join("" if a is None else str(a) for a in order) + "\r\n" for order in actions)
     placement = wave(Costs.uniform(2 * num_ranks, 4, 4, weight_us), Cluster.uniform(num_ranks))
     plan = Plan.from_csv(text, placement)

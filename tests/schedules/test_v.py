@@ -50,7 +50,6 @@ def test_every_size_of_a_v(schedule: Schedule) -> None:
                 plan = schedule(placement, num_microbatches)
             except ScheduleError as error:
                 told = re.fullmatch(r"dualpipe_v: .*; give (\d+) or more, two per rank", str(error))
-                assert told is not None
                 assert int(told[1]) > num_microbatches
                 check(schedule(placement, int(told[1])))
             else:

@@ -17,9 +17,7 @@ from support.tessel_shapes import tessel
 
 
 def found(placement, num_microbatches=None, time_limit_s=10.0) -> Repeating:
-    result = find_repeating(placement, num_microbatches, time_limit_s=time_limit_s)
-    assert result is not None
-    return result
+    return find_repeating(placement, num_microbatches, time_limit_s=time_limit_s)
 
 
 def require_true(step: Repeating) -> None:

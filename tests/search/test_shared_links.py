@@ -117,7 +117,6 @@ def test_the_best_of_all_orders_is_found_and_no_bound_is_above_it(seed: int) -> 
                 problem, budget = Problem(placement, num_microbatches), Budget(20.0, deterministic=True)
                 solved = exact.solve(problem, "makespan", None, 0, budget, transfers="as in a plan")
                 assert solved.is_complete
-                assert solved.orders is not None
                 (least,) = _that_fit([problem.to_plan(solved.orders)])
                 assert least.makespan_us == min(t.makespan_us for t in fitting if _is_in_order(t.plan))
 
@@ -169,7 +168,6 @@ def test_a_busy_shared_link_bounds_the_step_and_the_period() -> None:
 def test_a_steady_state_with_shared_links_holds_when_it_is_verified_and_unrolled(limit: int | None) -> None:
     placement = _chain(3, 20, limit, Link(7, 100))
     result = find_steady(placement, Budget(2.0, deterministic=True))
-    assert result is not None
     result.steady.verify()
     assert result.steady.us_per_microbatch >= result.bound_us
     for periods in (1, 4, 9):
@@ -181,7 +179,6 @@ def test_a_steady_state_with_shared_links_holds_when_it_is_verified_and_unrolled
 
 def test_a_repeating_step_knows_shared_links() -> None:
     step = find_repeating(_chain(2, 20), 6, time_limit_s=2)
-    assert step is not None
     assert simulate(step.plan).makespan_us == step.makespan_us
     longer = step.unroll(9)
     assert simulate(longer.plan).makespan_us <= step.makespan_us + 3 * step.period_us

@@ -90,7 +90,6 @@ def test_tiny_placements_as_by_brute_force(tiny: list[Case], objective: str, kee
         except SearchError:  # what transfers hold is guessed
             assert best is None or any(max(values_of(edge.num_bytes)) for edge in placement.edges)
             continue
-        assert best is not None
         check(result.plan)
         num_fitting += 1
         assert result.plan.placement == placement

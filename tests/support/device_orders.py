@@ -172,7 +172,6 @@ def overtaken_on_a_channel(programs: Programs, rng: random.Random) -> Programs |
     at = order.index(of[j]) + 1
     changed = {sender: in_order(programs[sender], [*order[:at], *sorted(late), *order[at:]])}
     communicator = steps[of[0]].communicator
-    assert communicator is not None
     receiver = communicator.ranks[1]
     steps = programs[receiver].steps
     received = [i for i, s in enumerate(steps) if s.what == "receive" and s.stream == stream]

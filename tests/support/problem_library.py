@@ -20,8 +20,6 @@ def script(name: str) -> ModuleType:
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(FOLDER / f"{name}.py"):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

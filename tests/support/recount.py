@@ -97,7 +97,6 @@ def _start_op(plan: Plan, result: Recount, done: list[int], rank: int, now: int)
         return False
     op = plan.orders[rank][done[rank]]
     task = plan.placement.task(op.stage, op.kind)
-    assert task is not None
     for mine in task.ranks:
         order = plan.orders[mine]
         if done[mine] == len(order) or order[done[mine]] != op:

@@ -248,7 +248,6 @@ def load_and_train(rank: int, runs: list[Run], folder: Path, pairs: list[tuple[R
             losses.append([])
             for source in [CANONICAL, *(a for a, b in pairs if b == run)]:
                 found = training.checkpoints(folder / source.name).load()
-                assert found is not None
                 assert (found.step, found.extra) == (NUM_BEFORE, {"position": [NUM_BEFORE, "rows"]})
                 assert found.plan == source.plan()
                 if source == CANONICAL:

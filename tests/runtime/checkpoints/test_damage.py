@@ -62,7 +62,6 @@ def load_with_words(rank: int, folder: Path, step: int | None = None) -> tuple[i
         except PipelineError as error:
             assert all(map(torch.equal, before, pipeline.parameters()))
             return None, str(error)
-        assert found is not None
         assert training.scheduler.last_epoch == found.step
         assert all(state["step"] == found.step for state in training.optimizer.state.values())
         return found.step, said.getvalue()
@@ -173,7 +172,6 @@ def test_the_lock_of_a_killed_job_is_gone_though_its_workers_live_on(tmp_path: P
             time.sleep(100)
     """)
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
         workers = {int(job.stdout.readline()) for _ in range(2)} - {0}
         with pytest.raises(PipelineError, match=f"is in use by another job .process {job.pid} on "), locked(tmp_path):
             pass
@@ -193,8 +191,6 @@ def test_a_lock_that_is_left_for_a_while_is_waited_for(tmp_path: Path, monkeypat
     code = HOLD + "with locked(Path(sys.argv[1])):\n    print(flush=True)\n    sys.stdin.read()"
     line = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], text=True, **line) as job:
-        assert job.stdin is not None
-        assert job.stdout is not None
         job.stdout.readline()
         with pytest.raises(PipelineError, match="is in use by another job"), locked(tmp_path, 0.2):
             pass

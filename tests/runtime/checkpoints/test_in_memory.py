@@ -46,7 +46,6 @@ def resumed(folder: Path) -> Iterator[tuple[Training, Checkpoint]]:
     training = Training(TWO, split(model(1), TWO.plan().num_stages))
     with training.pipeline:
         found = training.checkpoints(folder).load()
-        assert found is not None
         yield training, found
 
 
@@ -79,7 +78,6 @@ def the_newest_step_since_going_back(rank: int, folder: Path) -> None:
             with pytest.raises(PipelineError, match=r"commit\(4\) after commit\(4\) and more steps"):
                 kept.commit(4)
             found = kept.load(2)
-            assert found is not None
             assert found.step == 2
             assert steps_in(file) == []  # a restart may not lead back to step 4
             commit_steps(first, kept, range(2, 3))
@@ -163,7 +161,6 @@ def run_two_trainings(rank: int, folder: Path) -> None:
         with first.pipeline, second.pipeline:
             assert first.checkpoints(folder / "first").load() is None
             found = second.checkpoints(folder / "second").load()
-            assert found is not None
             assert found.step == 3
 
 
@@ -208,7 +205,6 @@ def test_what_commit_refuses(pool: Pool, tmp_path: Path) -> None:
 
 
 def memory_of(kept: Checkpoints) -> snapshots.Snapshots:
-    assert kept._commits is not None
     return kept._commits.snapshots
 
 

@@ -80,7 +80,6 @@ def restore_dtypes(rank: int, folder: Path) -> None:
             after = made(lambda dtype: torch.zeros(512, dtype=torch.uint8).view(dtype).view(2, -1))
             with after.pipeline:
                 found = after.checkpoints(folder).load(step)
-                assert found is not None
                 assert (found.path is None) is (step is None)
                 for name, dtype in DTYPES.items():
                     values = first_layer(after).get_buffer(f"of_{name}")
@@ -229,7 +228,6 @@ def refuse_state(rank: int, folder: Path) -> list[str]:
             assert steps_in(file) == []
             kept.commit(LARGEST)
             found = kept.load()
-            assert found is not None
             assert found.step == LARGEST
     return told
 

@@ -228,8 +228,6 @@ def test_a_launcher_with_more_than_one_thread_forks_nothing(tmp_path: Path) -> N
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(PYTHONPATH=paths), stdin=subprocess.PIPE, stderr=subprocess.PIPE
     ) as launcher:
-        assert launcher.stdin is not None
-        assert launcher.stderr is not None
         told = launcher.stderr.readline() + launcher.stderr.read()
     assert b"this process has 2 threads after its imports, so no rank can be forked from it" in told
 

@@ -27,7 +27,6 @@ def _shared(num_stages: int, *shared: int) -> Costs:
 
 def _proven(problem: Problem, objective: str, found: Exact) -> int:
     """The value of orders that pass all checks and meet the bound."""
-    assert found.orders is not None
     plan = problem.to_plan(found.orders)
     check(plan)
     value = simulate(plan).makespan_us if objective == "makespan" else simulate(plan).span_us
@@ -60,7 +59,6 @@ def test_finds_only_what_is_better(cases: list[Case], objective: str) -> None:
         problem = Problem(placement, num_microbatches)
         orders = problem.to_orders(chooser.choice(best.fitting))
         timed, least = score(problem, orders), getattr(best, f"{objective}_us")
-        assert timed is not None
         found = solve(problem, objective, orders, 0, Budget(10, deterministic=True))
         if getattr(timed, f"{objective}_us") == least:
             assert (found.orders, found.bound_us) == (None, least)
@@ -125,7 +123,6 @@ def test_equals_brute_force_with_transfers(carrying: list[Case], objective: str)
             assert found.orders is None
             assert found.bound_us > longest_us(problem)
         else:
-            assert found.orders is not None
             plan = problem.to_plan(found.orders)
             check(plan)
             assert getattr(simulate(plan), f"{objective}_us") == found.bound_us == least, case.placement
@@ -162,6 +159,5 @@ def test_the_search_finds_the_best_and_refuses_nothing_that_has_a_plan(carrying:
             continue
         result = search(time_limit_s=1)
         assert result.value_us == least, case.placement
-        assert case.best is not None
         assert result.bound_us <= getattr(case.best, f"{objective}_us"), case.placement
     assert refused > 5 or not IS_WHOLE

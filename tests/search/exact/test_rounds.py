@@ -43,7 +43,6 @@ def check_against_every_plan(seed: int, most: int) -> tuple[int, int]:
         checked += 1
         if is_exact and rounds.bound_us:  # 0: there were too many states
             assert rounds.bound_us == least_us, (seed, problem.limits_bytes)
-            assert rounds.orders is not None
             assert fits(problem, rounds.orders)
             assert simulate(problem.to_plan(rounds.orders)).makespan_us == least_us
             met += 1
@@ -71,7 +70,6 @@ def test_a_wait_on_purpose_for_memory_is_found() -> None:
     placement = shapes.x_shape(Costs((2, 1, 3), (4, 3, 5), activation_bytes=1), Cluster.uniform(3, 1))
     problem = Problem(placement, 4)
     rounds = solved(problem)
-    assert rounds.orders is not None
     assert simulate(problem.to_plan(rounds.orders)).makespan_us == rounds.bound_us
 
 
@@ -91,7 +89,6 @@ def test_long_steps_are_solved(shape: str, num_ranks: int, limit: int, num_micro
     problem = Problem(tessel(shape, num_ranks, limit), num_microbatches)
     rounds = solved(problem)
     assert rounds.bound_us == us >= bounds.best(problem).us
-    assert rounds.orders is not None
     plan = problem.to_plan(rounds.orders)
     check(plan)
     assert simulate(plan).makespan_us == us
@@ -103,7 +100,6 @@ def test_times_that_are_no_small_numbers() -> None:
     rounds = solved(problem)
     proven = exact.solve(problem, "makespan", None, 0, Budget(60, deterministic=True), seed=0)
     assert proven.bound_us == rounds.bound_us
-    assert rounds.orders is not None
     assert simulate(problem.to_plan(rounds.orders)).makespan_us == rounds.bound_us
 
 

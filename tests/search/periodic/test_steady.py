@@ -33,7 +33,6 @@ SHAPES = {
 def test_the_period_is_proven_least(name: str):
     placement, us_per_microbatch = SHAPES[name]
     result = find_steady(placement, Budget(20, deterministic=True))
-    assert result is not None
     assert result.steady.us_per_microbatch == us_per_microbatch
     assert result.is_optimal
     assert result.proven_for
@@ -45,21 +44,18 @@ def test_the_period_is_proven_least(name: str):
 def test_inference_is_proven_least(name: str):
     placement = SHAPES[name][0].forward_only()
     result = find_steady(placement, Budget(20, deterministic=True))
-    assert result is not None
     assert result.is_optimal
     result.steady.verify()
 
 
 def test_a_long_step_fills_and_drains_in_one_micro_batch_s_time():
     result = find_steady(tessel("v", 4, 4), Budget(20, deterministic=True))
-    assert result is not None
     assert result.steady.latency_us == 16
     assert simulate(result.steady.unroll(128)).makespan_us == 127 * 4 + 16
 
 
 def test_flat_starts_that_are_not_true_are_refused():
     result = find_steady(tessel("v", 4, 4), Budget(20, deterministic=True))
-    assert result is not None
     steady = result.steady
     first, *others = steady.starts_us
     with pytest.raises(PlanError, match="overlap"):
@@ -74,7 +70,6 @@ def test_flat_starts_that_are_not_true_are_refused():
 @given(placed())
 def test_any_placement_has_a_steady_state_that_keeps_its_word(placement):
     result = find_steady(placement, Budget(0.5, deterministic=True))
-    assert result is not None
     assert result.steady.us_per_microbatch >= result.bound_us
     result.steady.verify()
     step = simulate(result.steady.unroll(5))
@@ -99,13 +94,11 @@ def test_one_micro_batch_a_period_is_proven(limit: int, period: int):
     rhythm = Period(Interval(loop, 1, period)).solve(Budget(1)).rhythm
     assert below.rhythm is None
     assert below.is_proven
-    assert rhythm is not None
     assert rhythm.period_us == period
 
 
 def test_three_micro_batches_a_period_use_memory_that_one_cannot():
     rhythm = Period(Interval(v_loop(4, 3), 3, 16)).solve(Budget(5)).rhythm
-    assert rhythm is not None
     Steady.of(v_loop(4, 3).placement, 3, rhythm).verify()
 
 
