@@ -28,8 +28,7 @@ def cli(capsys: Capsys, *arguments: object) -> tuple[int, str, str]:
 
 
 def save_twice(rank: int, folder: Path) -> dict[str, torch.Tensor]:
-    training = Training(TWO)
-    with training.pipeline:
+    with Training(TWO) as training:
         checkpoints = training.checkpoints(folder)
         for step in range(2):
             training.steps(range(step, step + 1))

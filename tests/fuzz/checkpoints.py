@@ -158,16 +158,8 @@ def payloads() -> tuple[bytes, ...]:
 
 
 _STRANGE_NAMES = (
-    *(
-        ".metadata",
-        "__0.metadata",
-        "training.pt",
-        "__0_0.distcp",
-        "rank-1.safetensors",
-        "rank-00.safetensors",
-        "code.py",
-    ),
-    *("rota.pkl", "sitecustomize.py", "\x1b[2J", "é", "a b", "rota.json.bak", ".rota.partial"),
+    *(".metadata", "__0.metadata", "training.pt", "__0_0.distcp", "rank-1.safetensors", "rank-00.safetensors"),
+    *("code.py", "rota.pkl", "sitecustomize.py", "\x1b[2J", "é", "a b", "rota.json.bak", ".rota.partial"),
 )
 
 

@@ -128,7 +128,7 @@ def train(pipeline: Pipeline, optimizer: Any, batches: Iterable[Sequence[Any]], 
 
 
 class Training:
-    """A model in training on this process."""
+    """A model in training on this process, until its end as a context."""
 
     def __init__(self, run: Run, stages: Stages | None = None, make_optimizer: Any = optimizer_of) -> None:
         plan = run.plan()
@@ -136,6 +136,13 @@ class Training:
         self.stages = stages or split(model(), plan.num_stages)
         self.pipeline = Pipeline(self.stages, plan, loss_fn, mesh=run.mesh())
         self.optimizer, self.scheduler = make_optimizer(self.pipeline.named_parameters())
+
+    def __enter__(self) -> "Training":
+        self.pipeline.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.pipeline.__exit__(*error)
 
     def checkpoints(self, folder: Path, **options: Any) -> Checkpoints:
         return Checkpoints(folder, self.pipeline, self.optimizer, self.scheduler, **options)
@@ -188,8 +195,7 @@ TWO = Run("1f1b", 2)
 
 
 def save_model(rank: int, folder: Path) -> None:
-    training = Training(TWO)
-    with training.pipeline:
+    with Training(TWO) as training:
         training.steps(range(2))
         training.checkpoints(folder).save(2)
 

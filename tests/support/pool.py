@@ -3,6 +3,8 @@
 import copy
 import faulthandler
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import shutil
@@ -11,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from functools import wraps
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
@@ -125,6 +128,31 @@ class Pool:
         """End the workers, and leave no file behind."""
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def on_ranks(num_ranks: int, *, renewed: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what is asserted on each of so many processes of the pool.
+
+    The function's first parameter is the rank; its others are parameters and fixtures, which are sent to the processes.
+    `renewed`: new processes, for a test that makes DTensors.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def test(pool: Pool, **given: Any) -> None:
+            if renewed:
+                pool.renew()
+            pool.run(num_ranks, _call, function.__module__, function.__name__, given)
+
+        rank, *others = inspect.signature(function).parameters.values()
+        test.__signature__ = inspect.Signature([rank.replace(name="pool"), *others])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _call(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, **given)
 
 
 def _work(pipe: Connection, backend: str) -> None:

@@ -20,7 +20,8 @@ from rota.runtime.checkpoints.values import same
 from rota.schedules import interleaved_one_f_one_b, one_f_one_b
 from support.checkpoint_runs import CORE_RUNS, RUNS, TWO, Run, Training, serial_losses, stored
 from support.networks import batch_of, loss_fn, refusal
-from support.pool import Pool
+from support.pool import Pool, on_ranks
+from support.sampling import swept
 
 
 def names_in(folder: Path) -> list[str]:
@@ -84,8 +85,7 @@ def fail_to_save(rank: int, folder: Path) -> list[tuple[str, list[str], int]]:
     ]
     told = []
     for asynchronous in (False, True):
-        training = Training(TWO)
-        with training.pipeline:
+        with Training(TWO) as training:
             saver = training.checkpoints(folder / str(asynchronous), asynchronous=asynchronous)
             saver.save(1)
             for on, owner, name, num_good in places:
@@ -114,25 +114,20 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(po
         assert names_in(tmp_path / mode) == ["step-1", "step-2"]
 
 
-def save_what_nobody_could_load(rank: int, folder: Path) -> tuple[str, list[str]]:
+@on_ranks(1)
+def test_a_save_that_could_not_be_loaded_is_refused(rank: int, tmp_path: Path) -> None:
     stage = nn.Sequential()
     stage.add_module("a\nb", nn.Linear(4, 4))
     plan = one_f_one_b(place(Costs.uniform(1), Cluster.uniform(1)), 2)
     with Pipeline(Stages([stage]), plan, loss_fn) as pipeline:
-        words = refusal(lambda: Checkpoints(folder, pipeline, None).save(1))
-    return words, whole_in(folder)
-
-
-def test_a_save_that_could_not_be_loaded_is_refused(pool: Pool, tmp_path: Path) -> None:
-    ((words, whole),) = pool.run(1, save_what_nobody_could_load, tmp_path)
+        words = refusal(lambda: Checkpoints(tmp_path, pipeline, None).save(1))
     assert "could not be read again" in words
     assert "expected a name of 1 to 1,000 printable characters" in words
-    assert whole == []
+    assert whole_in(tmp_path) == []
 
 
 def keep_two(rank: int, folder: Path) -> list[Any]:
-    training = Training(TWO)
-    with training.pipeline:
+    with Training(TWO) as training:
         saver = training.checkpoints(folder, keep=2)
         assert saver.load() is None
         told: list[Any] = [refusal(lambda: saver.load(7))]
@@ -232,8 +227,7 @@ def by_num_processes(pool: Pool, function: Any, runs: list[Run], folder: Path, *
 def train_and_save(rank: int, runs: list[Run], folder: Path) -> list[list[float]]:
     losses = []
     for run in runs:
-        training = Training(run)
-        with training.pipeline:
+        with Training(run) as training:
             losses.append(training.steps(range(NUM_BEFORE)))
             training.checkpoints(folder / run.name).save(NUM_BEFORE, position=[NUM_BEFORE, "rows"])
     return losses
@@ -243,8 +237,7 @@ def load_and_train(rank: int, runs: list[Run], folder: Path, pairs: list[tuple[R
     """Resume from the canonical checkpoint, save that again, go on; then from each that `pairs` says."""
     losses = []
     for run in runs:
-        training = Training(run)
-        with training.pipeline:
+        with Training(run) as training:
             losses.append([])
             for source in [CANONICAL, *(a for a, b in pairs if b == run)]:
                 found = training.checkpoints(folder / source.name).load()
@@ -256,9 +249,7 @@ def load_and_train(rank: int, runs: list[Run], folder: Path, pairs: list[tuple[R
     return losses
 
 
-@pytest.mark.parametrize(
-    ("runs", "num_pairs"), [(CORE_RUNS, 3), pytest.param(RUNS, 20, marks=pytest.mark.sweep)], ids=["core", "all"]
-)
+@pytest.mark.parametrize(("runs", "num_pairs"), [(CORE_RUNS, 3), swept(RUNS, 20)], ids=["core", "all"])
 def test_every_plan_saves_the_same_for_any_other(pool: Pool, tmp_path: Path, runs: list[Run], num_pairs: int) -> None:
     generator = random.Random(7)
     pairs = [(generator.choice(runs), generator.choice(runs)) for _ in range(num_pairs)]
@@ -268,9 +259,7 @@ def test_every_plan_saves_the_same_for_any_other(pool: Pool, tmp_path: Path, run
     tensors, small = stored(tmp_path / CANONICAL.name / f"step-{NUM_BEFORE}")
     for run in runs:
         found, beside = stored(tmp_path / run.name / f"step-{NUM_BEFORE}")
-        assert found.keys() == tensors.keys()
-        for key, tensor in found.items():
-            torch.testing.assert_close(tensor, tensors[key], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found, tensors, rtol=1e-10, atol=1e-10)
         assert same(beside, small)
 
     resumed = by_num_processes(pool, load_and_train, runs, tmp_path, pairs)

@@ -44,16 +44,14 @@ def grouped_training(num_ranks: int) -> Training:
 
 
 def save_grouped(rank: int, num_ranks: int, folder: Path) -> list[float]:
-    training = grouped_training(num_ranks)
-    with training.pipeline:
+    with grouped_training(num_ranks) as training:
         training.steps(range(3))
         training.checkpoints(folder).save(3)
         return training.steps(range(3, 8))
 
 
 def load_grouped(rank: int, num_ranks: int, folder: Path) -> tuple[list[float], list[float]]:
-    training = grouped_training(num_ranks)
-    with training.pipeline:
+    with grouped_training(num_ranks) as training:
         training.checkpoints(folder).load()
         last = training.scheduler.get_last_lr()
         losses = training.steps(range(3, 8))
@@ -231,8 +229,7 @@ def train_shards(rank: int, folder: Path, run: Run, shard: bool) -> list[float]:
         mesh = run.mesh()
         for stage in stages.modules:
             fully_shard(stage, mesh=mesh["dp"])
-    training = Training(run, stages)
-    with training.pipeline:
+    with Training(run, stages) as training:
         checkpoints = training.checkpoints(folder)
         losses = []
         if checkpoints.load() is None:
@@ -252,9 +249,7 @@ def test_shards_are_saved_as_wholes(
         by_rank = pool.run(run.num_processes, train_shards, tmp_path / run.name, run, True)
         assert by_rank == [pytest.approx(expected, abs=1e-10)] * run.num_processes
         whole, shards = (stored(tmp_path / name / "step-2")[0] for name in ("whole", run.name))
-        assert whole.keys() == shards.keys()
-        for key, tensor in whole.items():
-            torch.testing.assert_close(shards[key], tensor, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(shards, whole, rtol=1e-10, atol=1e-10)
         assert pool.run(1, train_shards, tmp_path / run.name, on_one, False) == [pytest.approx(expected[2:], abs=1e-10)]
         for source in ("whole", sharded.name):
             pool.renew()

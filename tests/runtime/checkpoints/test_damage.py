@@ -21,13 +21,13 @@ from rota.runtime.checkpoints.checkpoint_folder import LOCK, locked
 from support.checkpoint_runs import TWO, Training
 from support.networks import refusal
 from support.pool import Pool
+from support.sampling import swept
 
 pytestmark = pytest.mark.dist
 
 
 def save_three(rank: int, folder: Path) -> None:
-    training = Training(TWO)
-    with training.pipeline:
+    with Training(TWO) as training:
         saver = training.checkpoints(folder)
         for step in (1, 2, 3):
             training.steps(range(step - 1, step))
@@ -127,8 +127,7 @@ def test_where_all_are_damaged_nothing_starts_from_the_beginning(pool: Pool, thr
 
 
 def refused_by_a_lock(rank: int, folder: Path) -> str:
-    training = Training(TWO)
-    with training.pipeline:
+    with Training(TWO) as training:
         return refusal(lambda: training.checkpoints(folder))
 
 
@@ -237,9 +236,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "code"), [pytest.param("well", 0, marks=pytest.mark.sweep), ("failing", 1), ("raising", 1)]
-)
+@pytest.mark.parametrize(("how", "code"), [swept("well", 0), ("failing", 1), ("raising", 1)])
 def test_a_write_that_fails_after_the_last_line_fails_the_run(tmp_path: Path, how: str, code: int) -> None:
     (script := tmp_path / "script.py").write_text(dedent(SCRIPT))
     ended = subprocess.run(

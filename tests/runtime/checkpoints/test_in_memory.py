@@ -4,7 +4,7 @@ import errno
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from io import StringIO
@@ -21,7 +21,7 @@ from rota.runtime.environment import PROGRESS
 from rota.runtime.launcher_files import states_in
 from support.checkpoint_runs import TWO, Training, memory, model, steps_in
 from support.networks import refusal
-from support.pool import Pool
+from support.pool import on_ranks
 
 
 def commit_steps(training: Training, kept: Checkpoints, steps: range) -> None:
@@ -33,8 +33,7 @@ def commit_steps(training: Training, kept: Checkpoints, steps: range) -> None:
 @contextmanager
 def trained(folder: Path, num_committed: int = 0) -> Iterator[tuple[Training, Checkpoints]]:
     """A training from its beginning, as a script does it that does not load."""
-    training = Training(TWO)
-    with training.pipeline:
+    with Training(TWO) as training:
         kept = training.checkpoints(folder)
         commit_steps(training, kept, range(num_committed))
         yield training, kept
@@ -43,16 +42,16 @@ def trained(folder: Path, num_committed: int = 0) -> Iterator[tuple[Training, Ch
 @contextmanager
 def resumed(folder: Path) -> Iterator[tuple[Training, Checkpoint]]:
     """A training with other weights that has loaded."""
-    training = Training(TWO, split(model(1), TWO.plan().num_stages))
-    with training.pipeline:
+    with Training(TWO, split(model(1), TWO.plan().num_stages)) as training:
         found = training.checkpoints(folder).load()
         yield training, found
 
 
-def the_newest_step(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_the_newest_step_is_restored(rank: int, tmp_path: Path) -> None:
     with memory() as file, pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as told:
         patch.setenv(PROGRESS, "1")
-        with trained(folder, 3) as (first, _):
+        with trained(tmp_path, 3) as (first, _):
             assert sorted(steps_in(file)) == [2, 3]
             expected, random_after = first.steps(range(3, 6)), torch.rand(3)
             lines = [line for line in told.getvalue().splitlines() if line.startswith("rota: states are kept")]
@@ -60,7 +59,7 @@ def the_newest_step(rank: int, folder: Path) -> None:
             if first.pipeline.progress is not None:
                 assert len(first.pipeline.progress._commits_s) == 3
                 assert first.pipeline.progress._snapshot_bytes > 0
-        with resumed(folder) as (again, found):
+        with resumed(tmp_path) as (again, found):
             assert (found.step, found.extra, found.path) == (3, {"data": [2]}, None)
             assert steps_in(file) == [3]
             assert again.steps(range(3, 6)) == expected
@@ -68,9 +67,10 @@ def the_newest_step(rank: int, folder: Path) -> None:
         assert told.getvalue().count("rota: training resumes from step 3 in memory\n") == (rank == 0)
 
 
-def the_newest_step_since_going_back(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_the_newest_step_since_going_back_is_restored(rank: int, tmp_path: Path) -> None:
     with memory() as file:
-        with trained(folder, 2) as (first, kept):
+        with trained(tmp_path, 2) as (first, kept):
             kept.save(2)
             commit_steps(first, kept, range(2, 4))
             kept.save(4)
@@ -83,49 +83,53 @@ def the_newest_step_since_going_back(rank: int, folder: Path) -> None:
             commit_steps(first, kept, range(2, 3))
             assert steps_in(file) == [3]
             expected = first.steps(range(3, 6))
-        with resumed(folder) as (again, found):  # and not from the checkpoint of step 4, from which it has gone back
+        with resumed(tmp_path) as (again, found):  # and not from the checkpoint of step 4, from which it has gone back
             assert (found.step, found.path) == (3, None)
             assert again.steps(range(3, 6)) == expected
 
 
-def the_newest_step_that_all_ranks_have(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_the_newest_step_that_all_ranks_have_is_restored(rank: int, tmp_path: Path) -> None:
     """Rank 0 has committed the step in which rank 1 was killed."""
     with memory() as file:
-        with trained(folder, 2) as (first, kept):
+        with trained(tmp_path, 2) as (first, kept):
             first.steps(range(2, 3))
             if rank == 0:
                 kept.commit(3)
-        with resumed(folder) as (_, found):
+        with resumed(tmp_path) as (_, found):
             assert found.step == 2
             assert steps_in(file) == [2]
 
 
-def a_later_checkpoint(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_later_checkpoint_is_restored(rank: int, tmp_path: Path) -> None:
     with memory() as file:
-        with trained(folder, 1) as (first, kept):
+        with trained(tmp_path, 1) as (first, kept):
             first.steps(range(1, 3))
             kept.save(3)
-        with resumed(folder) as (_, found):
-            assert (found.step, found.path) == (3, folder / "step-3")
+        with resumed(tmp_path) as (_, found):
+            assert (found.step, found.path) == (3, tmp_path / "step-3")
             assert steps_in(file) == []
 
 
-def no_step_of_before_if_the_script_does_not_load(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_no_step_of_before_is_restored_if_the_script_does_not_load(rank: int, tmp_path: Path) -> None:
     with memory() as file:
         for last in (3, 1):
-            with trained(folder, last):
+            with trained(tmp_path, last):
                 pass
         assert steps_in(file) == [1]  # and not 3, which the script has not gone on from
 
 
-def any_values_of_a_script(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_any_values_of_a_script_is_restored(rank: int, tmp_path: Path) -> None:
     given = {"best": torch.tensor(math.nan), "mean": np.float64(0.5), "seen": OrderedDict(a=True)}
     given["small"] = torch.ones(2).to(torch.float8_e4m3fn)
     with memory():
-        with trained(folder) as (first, kept):
+        with trained(tmp_path) as (first, kept):
             first.steps(range(1))
             kept.commit(1, **given)
-        with resumed(folder) as (_, found):
+        with resumed(tmp_path) as (_, found):
             extra = found.extra
     assert found.path is None
     assert math.isnan(extra["best"])
@@ -133,59 +137,38 @@ def any_values_of_a_script(rank: int, folder: Path) -> None:
     assert extra["small"].float().tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        the_newest_step,
-        any_values_of_a_script,
-        the_newest_step_since_going_back,
-        the_newest_step_that_all_ranks_have,
-        a_later_checkpoint,
-        no_step_of_before_if_the_script_does_not_load,
-    ],
-)
-def test_what_is_restored(pool: Pool, tmp_path: Path, what: Callable[[int, Path], None]) -> None:
-    pool.run(2, what, tmp_path)
-
-
-def run_two_trainings(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_training_does_not_go_on_from_the_state_of_another(rank: int, tmp_path: Path) -> None:
     with memory() as file:
         names = []
         for name in ("first", "second"):
-            with trained(folder / name, 3):
+            with trained(tmp_path / name, 3):
                 pass
             assert sorted(steps_in(file)) == [2, 3]
             names += {name for name, _ in states_in(file)}
         assert len({*names}) == len(names) == 2  # the launcher counts the steps of each
         first, second = (Training(TWO) for _ in range(2))  # as after a restart, which begins with the first one
         with first.pipeline, second.pipeline:
-            assert first.checkpoints(folder / "first").load() is None
-            found = second.checkpoints(folder / "second").load()
+            assert first.checkpoints(tmp_path / "first").load() is None
+            found = second.checkpoints(tmp_path / "second").load()
             assert found.step == 3
 
 
-def test_a_training_does_not_go_on_from_the_state_of_another(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, run_two_trainings, tmp_path)
-
-
-def commit_in_turns(rank: int, folder: Path) -> str:
-    with memory() as file, trained(folder / "one") as (_, kept), trained(folder / "other") as (_, others):
+@on_ranks(2)
+def test_two_trainings_do_not_share_the_memory(rank: int, tmp_path: Path) -> None:
+    with memory() as file, trained(tmp_path / "one") as (_, kept), trained(tmp_path / "other") as (_, others):
         kept.commit(1)
         others.commit(1)
         assert steps_in(file) == [1]
         told = refusal(lambda: kept.commit(2))
         others.commit(2)
         assert sorted(steps_in(file)) == [1, 2]
-        return told
+        assert told.startswith(f"commit for {tmp_path}/one after one for {tmp_path}/other: the memory has room")
 
 
-def test_two_trainings_do_not_share_the_memory(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(2, commit_in_turns, tmp_path):
-        assert told.startswith(f"commit for {tmp_path}/one after one for {tmp_path}/other: the memory has room for one")
-
-
-def refuse(rank: int, folder: Path) -> None:
-    with memory() as file, trained(folder) as (training, kept):
+@on_ranks(2)
+def test_what_commit_refuses(rank: int, tmp_path: Path) -> None:
+    with memory() as file, trained(tmp_path) as (training, kept):
         training.steps(range(1))
         weight = next(training.pipeline.parameters())
         for gradient in (torch.ones_like(weight), torch.zeros_like(weight)):
@@ -200,10 +183,6 @@ def refuse(rank: int, folder: Path) -> None:
         assert steps_in(file) == [1]
 
 
-def test_what_commit_refuses(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, refuse, tmp_path)
-
-
 def memory_of(kept: Checkpoints) -> snapshots.Snapshots:
     return kept._commits.snapshots
 
@@ -215,8 +194,10 @@ def bytes_of_two(kept: Checkpoints) -> tuple[int, int]:
     return num_bytes + 4 * snapshots._HEAD_BYTES, num_bytes
 
 
-def leave_out(rank: int, folder: Path, what: str) -> None:
-    with memory() as file, pytest.MonkeyPatch.context() as patch, trained(folder) as (training, kept):
+@pytest.mark.parametrize("what", ["machine", "plan", "folder"])
+@on_ranks(2)
+def test_without_enough_memory_nothing_is_kept(rank: int, tmp_path: Path, what: str) -> None:
+    with memory() as file, pytest.MonkeyPatch.context() as patch, trained(tmp_path) as (training, kept):
         if what == "machine" and rank == 1:
             patch.setattr(snapshots, "available_bytes", lambda: 1000)
         if what == "folder":
@@ -232,14 +213,10 @@ def leave_out(rank: int, folder: Path, what: str) -> None:
             assert "and /dev/shm has 64 kB: enlarge it, or name another tmpfs" in told.getvalue()
 
 
-@pytest.mark.parametrize("what", ["machine", "plan", "folder"])
-def test_without_enough_memory_nothing_is_kept(pool: Pool, tmp_path: Path, what: str) -> None:
-    pool.run(2, leave_out, tmp_path, what)
-
-
-def keep_what_is_counted(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_plan_that_counts_states_in_memory_has_room_for_them(rank: int, tmp_path: Path) -> None:
     """The optimizer's state is not counted by this plan, so there is room for the weights' alone."""
-    with memory() as file, trained(folder) as (training, kept):
+    with memory() as file, trained(tmp_path) as (training, kept):
         plan, (_, counted) = training.pipeline.plan, bytes_of_two(kept)
         placement = replace(plan.placement, static_bytes=(counted,) * 2, snapshot_bytes=(counted,) * 2)
         most = max(simulate(replace(plan, placement=placement)).peak_memory_bytes)
@@ -251,17 +228,13 @@ def keep_what_is_counted(rank: int, folder: Path) -> None:
         assert steps_in(file) == []
 
 
-def test_a_plan_that_counts_states_in_memory_has_room_for_them(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, keep_what_is_counted, tmp_path)
-
-
-def count_what_is_there(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_restart_needs_no_more_memory_than_it_has_already(rank: int, tmp_path: Path) -> None:
     with memory() as file, pytest.MonkeyPatch.context() as patch:
-        with trained(folder, 2):
+        with trained(tmp_path, 2):
             pass
-        again = Training(TWO, split(model(1), TWO.plan().num_stages))
-        with again.pipeline:
-            kept = again.checkpoints(folder)
+        with Training(TWO, split(model(1), TWO.plan().num_stages)) as again:
+            kept = again.checkpoints(tmp_path)
             kept.load()
             states = memory_of(kept)
             missing = 2 * (bytes_of_two(kept)[0] - states.allocated_bytes)
@@ -270,12 +243,9 @@ def count_what_is_there(rank: int, folder: Path) -> None:
             assert sorted(steps_in(file)) == [2, 3]
 
 
-def test_a_restart_needs_no_more_memory_than_it_has_already(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, count_what_is_there, tmp_path)
-
-
-def grow(rank: int, folder: Path) -> None:
-    with memory() as file, pytest.MonkeyPatch.context() as patch, trained(folder) as (training, kept):
+@on_ranks(2)
+def test_states_that_have_grown_too_large_are_no_longer_kept(rank: int, tmp_path: Path) -> None:
+    with memory() as file, pytest.MonkeyPatch.context() as patch, trained(tmp_path) as (training, kept):
         states, needed = memory_of(kept), 2 * bytes_of_two(kept)[0]
         # Together, both ranks have enough for their weights, but not for an optimizer's state as well.
         patch.setattr(snapshots, "available_bytes", lambda: needed)
@@ -287,15 +257,12 @@ def grow(rank: int, folder: Path) -> None:
         assert states.allocated_bytes == 0  # what the first state took is free again
 
 
-def test_states_that_have_grown_too_large_are_no_longer_kept(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, grow, tmp_path)
-
-
-def grow_on_one(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_rank_without_memory_for_more_ends_no_run(rank: int, tmp_path: Path) -> None:
     def no_memory(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with memory() as file, pytest.MonkeyPatch.context() as patch, trained(folder) as (training, kept):
+    with memory() as file, pytest.MonkeyPatch.context() as patch, trained(tmp_path) as (training, kept):
         patch.setattr(snapshots, "_HEAD_BYTES", 64)  # else there is enough to spare
         kept.commit(0)
         kept.commit(1)
@@ -307,7 +274,3 @@ def grow_on_one(rank: int, folder: Path) -> None:
         training.steps(range(1, 2))
         kept.commit(3)  # the fourth: all count again
         assert steps_in(file) == []
-
-
-def test_a_rank_without_memory_for_more_ends_no_run(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, grow_on_one, tmp_path)

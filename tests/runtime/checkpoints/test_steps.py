@@ -19,7 +19,8 @@ from rota.core.reading import Field
 from rota.runtime.checkpoints.batches import Batches
 from rota.runtime.fingerprints import fingerprint
 from rota.schedules import one_f_one_b
-from support.pool import Pool
+from support.networks import refusal
+from support.pool import Pool, on_ranks
 
 NUM_REPLICAS, NUM_ROWS, NUM_SAMPLES = 2, 8, 21  # 3 steps per epoch; replicas see a sample twice in the last one
 PLAN = one_f_one_b(place(Costs.uniform(2, 100, 200), Cluster.uniform(2)), 2)
@@ -82,57 +83,47 @@ def test_the_number_of_replicas_may_change_between_two_epochs(pool: Pool, tmp_pa
         assert {number for *_, numbers in epoch for number in numbers} == {*range(NUM_SAMPLES)}
 
 
-def run_out_of_batches(rank: int, folder: Path) -> str:
+@pytest.mark.parametrize(
+    ("then", "call"), [("save", "Checkpoints.save()"), ("epoch", "Checkpoints.steps() for another epoch")]
+)
+@on_ranks(2)
+def test_a_rank_with_fewer_batches_is_told_on_all_ranks(rank: int, tmp_path: Path, then: str, call: str) -> None:
     """The last rank has a batch less, and saves or begins the next epoch when the other one takes a step."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     loader = [torch.ones(8, 4)] * (3 - rank)
     with Pipeline(rota.split(model, 2), PLAN, nn.functional.mse_loss) as pipeline:
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
-        checkpoints = Checkpoints(folder, pipeline, optimizer)
-        try:
-            for _, x in checkpoints.steps(loader, num_epochs=2 if folder.name == "epoch" else 1):
+        checkpoints = Checkpoints(tmp_path, pipeline, optimizer)
+
+        def run_out_of_batches() -> None:
+            for _, x in checkpoints.steps(loader, num_epochs=2 if then == "epoch" else 1):
                 pipeline.step(x, x)
                 optimizer.step()
                 optimizer.zero_grad()
-        except PipelineError as error:
-            return str(error)
-    return ""
+
+        told = refusal(run_out_of_batches)
+    assert told == (
+        f"the ranks make different calls at once: rank 0 calls step(); rank 1 calls {call}; make the same calls in "
+        f"the same order on all ranks"
+    )
 
 
-@pytest.mark.parametrize(
-    ("then", "call"), [("save", "Checkpoints.save()"), ("epoch", "Checkpoints.steps() for another epoch")]
-)
-def test_a_rank_with_fewer_batches_is_told_on_all_ranks(pool: Pool, tmp_path: Path, then: str, call: str) -> None:
-    for told in pool.run(2, run_out_of_batches, tmp_path / then):
-        assert told == (
-            f"the ranks make different calls at once: rank 0 calls step(); rank 1 calls {call}; make the same calls in "
-            f"the same order on all ranks"
-        )
-
-
-def step_after_loading(rank: int, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_steps_are_counted_from_the_begin_of_the_training(rank: int, tmp_path: Path) -> None:
     """Errors and progress of the third step, in processes that have begun only one."""
-    x, told = torch.ones(8, 4), []
+    x = torch.ones(8, 4)
     for _ in range(2):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with Pipeline(rota.split(model, 2), PLAN, nn.functional.mse_loss) as pipeline:
             optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)
-            checkpoints = Checkpoints(folder, pipeline, optimizer)
+            checkpoints = Checkpoints(tmp_path, pipeline, optimizer)
             found = checkpoints.load()
             if found is None:
                 checkpoints.save(2)
             else:
-                with pytest.raises(PipelineError) as error:
-                    pipeline.step(x * torch.nan, x)
-                told = [str(error.value), pipeline._engine.watchdog.last(), str(pipeline.num_steps)]
-    return told
-
-
-def test_steps_are_counted_from_the_begin_of_the_training(pool: Pool, tmp_path: Path) -> None:
-    for error, last, num_steps in pool.run(2, step_after_loading, tmp_path):
-        assert error.startswith("step 3: the mean loss is nan")
-        assert last.endswith(" in step 3")
-        assert num_steps == "1"
+                assert refusal(pipeline.step, x * torch.nan, x).startswith("step 3: the mean loss is nan")
+                assert pipeline._engine.watchdog.last().endswith(" in step 3")
+                assert pipeline.num_steps == 1
 
 
 def scale(rank: int, folder: Path, last: int, num_scalers: int = 1) -> list[tuple[float, float]]:
@@ -167,13 +158,10 @@ def test_a_scaler_goes_on(pool: Pool, tmp_path: Path) -> None:
     assert max(scales[5:]) > min(scales[:5]), "the scale does not grow again"
 
 
-def refuse_two_scalers(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_two_scalers_are_refused(rank: int, tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="step was given 2 gradient scalers"):
-        scale(rank, folder, 3, num_scalers=2)
-
-
-def test_two_scalers_are_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, refuse_two_scalers, tmp_path)
+        scale(rank, tmp_path, 3, num_scalers=2)
 
 
 # --- batches that go on where another process has left: each sample once per epoch, and the same random numbers -------

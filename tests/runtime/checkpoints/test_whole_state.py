@@ -13,7 +13,7 @@ from rota.core.reading import LARGEST
 from rota.runtime.checkpoints.values import DTYPES
 from support.checkpoint_runs import TWO, Run, Training, batch, memory, model, steps_in
 from support.networks import refusal
-from support.pool import Pool
+from support.pool import on_ranks
 
 
 def first_layer(training: Training) -> Any:
@@ -36,13 +36,14 @@ ODD: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-def refuse_tensors(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_tensor_that_could_not_be_restored_is_refused_at_the_first_commit(rank: int, tmp_path: Path) -> None:
     for words, make in ODD.items():
         with memory() as file:
             training = Training(TWO)
             first_layer(training).register_buffer("odd", make())
             with training.pipeline:
-                checkpoints = training.checkpoints(folder)
+                checkpoints = training.checkpoints(tmp_path)
                 training.steps(range(1))
                 for act in (checkpoints.commit, checkpoints.save):
                     told = refusal(lambda: act(1))  # noqa: B023
@@ -51,17 +52,14 @@ def refuse_tensors(rank: int, folder: Path) -> None:
                 assert steps_in(file) == []
 
 
-def test_a_tensor_that_could_not_be_restored_is_refused_at_the_first_commit(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, refuse_tensors, tmp_path)
-
-
 def any_bytes(dtype: torch.dtype) -> torch.Tensor:
     """Two rows of all bytes, which are valid values of all dtypes but bool."""
     data = torch.arange(512).to(torch.uint8)
     return (data % 2 if dtype is torch.bool else data).view(dtype).view(2, -1)
 
 
-def restore_dtypes(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_every_dtype_is_restored_to_the_bit(rank: int, tmp_path: Path) -> None:
     def made(values: Callable[[torch.dtype], torch.Tensor]) -> Training:
         training = Training(TWO)
         for layer in (stage[0] for stage in training.stages.modules):
@@ -71,15 +69,13 @@ def restore_dtypes(rank: int, folder: Path) -> None:
         return training
 
     with memory():
-        before = made(any_bytes)
-        with before.pipeline:
-            kept = before.checkpoints(folder)
+        with made(any_bytes) as before:
+            kept = before.checkpoints(tmp_path)
             kept.commit(1)
             kept.save(0)
         for step in (None, 0):
-            after = made(lambda dtype: torch.zeros(512, dtype=torch.uint8).view(dtype).view(2, -1))
-            with after.pipeline:
-                found = after.checkpoints(folder).load(step)
+            with made(lambda dtype: torch.zeros(512, dtype=torch.uint8).view(dtype).view(2, -1)) as after:
+                found = after.checkpoints(tmp_path).load(step)
                 assert (found.path is None) is (step is None)
                 for name, dtype in DTYPES.items():
                     values = first_layer(after).get_buffer(f"of_{name}")
@@ -88,57 +84,43 @@ def restore_dtypes(rank: int, folder: Path) -> None:
                         assert torch.equal(one.view(torch.uint8), any_bytes(dtype).view(torch.uint8)), name
 
 
-def test_every_dtype_is_restored_to_the_bit(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, restore_dtypes, tmp_path)
-
-
-def shard_otherwise(rank: int, folder: Path) -> str:
+@on_ranks(2)
+def test_a_shard_of_another_size_is_refused(rank: int, tmp_path: Path) -> None:
     run = Run("1f1b", 1, 2)
     with memory():
         stages = split(model(), 1)
         fully_shard(stages[0], mesh=run.mesh()["dp"])
-        training = Training(run, stages)
-        with training.pipeline:
-            kept = training.checkpoints(folder)
+        with Training(run, stages) as training:
+            kept = training.checkpoints(tmp_path)
             training.steps(range(1))
             for parameter, state in training.optimizer.state.items():
                 state["exp_avg"] = torch.ones(parameter.shape, dtype=torch.float64)  # whole, and no DTensor
             kept.commit(1)
-            return refusal(kept.load)
+            assert "shard the model and the optimizer's state alike" in refusal(kept.load)
 
 
-def test_a_shard_of_another_size_is_refused(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(2, shard_otherwise, tmp_path):
-        assert "shard the model and the optimizer's state alike" in told
-
-
-def keep_gradients_in_fsdp(rank: int, folder: Path) -> str:
+@on_ranks(2, renewed=True)
+def test_gradients_that_fsdp_keeps_are_refused(rank: int, tmp_path: Path) -> None:
     run = Run("1f1b", 1, 2)
     with memory() as file:
         stages = split(model(), 1)
         fully_shard(stages[0], mesh=run.mesh()["dp"])
         training = Training(run, stages)
         with training.pipeline as pipeline:
-            kept = training.checkpoints(folder)
+            kept = training.checkpoints(tmp_path)
             training.steps(range(1))
             kept.commit(1)
             mine = [part.chunk(2)[pipeline.replica] for part in batch(1)]
             pipeline.step(*mine, scale=0.5, sync=False)
             training.optimizer.zero_grad()  # does not clear what FSDP keeps
-            told = refusal(lambda: kept.commit(2))
+            told = "0.linear.weight has a gradient of a step with sync=False, which FSDP keeps until a step with"
+            assert told in refusal(lambda: kept.commit(2))
             assert steps_in(file) == [1]
             pipeline.step(*mine, scale=0.5)
             training.optimizer.step()
             training.optimizer.zero_grad()
             kept.commit(2)
             assert sorted(steps_in(file)) == [1, 2]
-            return told
-
-
-def test_gradients_that_fsdp_keeps_are_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.renew()
-    for told in pool.run(2, keep_gradients_in_fsdp, tmp_path):
-        assert "0.linear.weight has a gradient of a step with sync=False, which FSDP keeps until a step with" in told
 
 
 class Averaging(nn.Module):
@@ -160,11 +142,11 @@ def averaging() -> Stages:
     return Stages([Averaging().double() for _ in range(2)])
 
 
-def replace_buffers(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_buffer_that_a_forward_replaces_is_kept_as_it_is_now(rank: int, tmp_path: Path) -> None:
     with memory():
-        first = Training(TWO, averaging())
-        with first.pipeline:
-            kept = first.checkpoints(folder)
+        with Training(TWO, averaging()) as first:
+            kept = first.checkpoints(tmp_path)
             first.steps(range(2))
             kept.save(2)
             kept.commit(2)
@@ -174,69 +156,54 @@ def replace_buffers(rank: int, folder: Path) -> None:
             kept.load(2)
             kept.commit(3)
         for step in (None, 2):
-            again = Training(TWO, averaging())
-            with again.pipeline:
-                assert again.checkpoints(folder).load(step) is not None
+            with Training(TWO, averaging()) as again:
+                assert again.checkpoints(tmp_path).load(step) is not None
                 assert again.steps(range(2, 5)) == expected
 
 
-def test_a_buffer_that_a_forward_replaces_is_kept_as_it_is_now(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, replace_buffers, tmp_path)
-
-
-def refuse_buffers(rank: int, folder: Path) -> list[list[str]]:
-    told = []
+@on_ranks(2)
+def test_a_buffer_that_would_be_lost_is_refused(rank: int, tmp_path: Path) -> None:
     with memory():
-        for change in ("late", "untied"):
+        for change, told in (
+            ("late", "late of a Averaging is newer than the Checkpoints"),
+            ("untied", "was one tensor in 2 modules, and is not any more"),
+        ):
             stages = averaging()
             for stage in stages.modules:
                 stage.twin = Averaging().double()
                 stage.twin.mean = stage.mean
-            training = Training(TWO, stages)
-            with training.pipeline:
-                kept = training.checkpoints(folder)
+            with Training(TWO, stages) as training:
+                kept = training.checkpoints(tmp_path)
                 if change == "late":
                     stages[rank].late = torch.ones(3)
                 else:
                     stages[rank].mean = torch.ones(6)
-                told.append([refusal(lambda: kept.commit(1)), refusal(lambda: kept.save(1))])  # noqa: B023
-    return told
+                assert told in refusal(kept.commit, 1)
+                assert told in refusal(kept.save, 1)
 
 
-def test_a_buffer_that_would_be_lost_is_refused(pool: Pool, tmp_path: Path) -> None:
-    for late, untied in pool.run(2, refuse_buffers, tmp_path):
-        assert all("late of a Averaging is newer than the Checkpoints" in told for told in late)
-        assert all("was one tensor in 2 modules, and is not any more" in told for told in untied)
-
-
-def refuse_state(rank: int, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_state_that_could_not_be_read_again_is_refused(rank: int, tmp_path: Path) -> None:
     told = []
-    with memory() as file:
-        training = Training(TWO)
-        with training.pipeline:
-            kept = training.checkpoints(folder)
-            training.steps(range(1))
-            weight = next(training.pipeline.parameters())
-            training.optimizer.state["num_steps"] = 3  # type: ignore[index]
+    with memory() as file, Training(TWO) as training:
+        kept = training.checkpoints(tmp_path)
+        training.steps(range(1))
+        weight = next(training.pipeline.parameters())
+        training.optimizer.state["num_steps"] = 3  # type: ignore[index]
+        told += [refusal(lambda: kept.commit(1)), refusal(lambda: kept.save(1))]
+        del training.optimizer.state["num_steps"]  # type: ignore[arg-type]
+        for name in (0, "a\nb"):
+            training.optimizer.state[weight][name] = torch.zeros(())
             told += [refusal(lambda: kept.commit(1)), refusal(lambda: kept.save(1))]
-            del training.optimizer.state["num_steps"]  # type: ignore[arg-type]
-            for name in (0, "a\nb"):
-                training.optimizer.state[weight][name] = torch.zeros(())
-                told += [refusal(lambda: kept.commit(1)), refusal(lambda: kept.save(1))]
-                del training.optimizer.state[weight][name]
-            told += [refusal(lambda: kept.commit(LARGEST + 1)), refusal(lambda: kept.save(LARGEST + 1))]
-            assert steps_in(file) == []
-            kept.commit(LARGEST)
-            found = kept.load()
-            assert found.step == LARGEST
-    return told
-
-
-def test_state_that_could_not_be_read_again_is_refused(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(2, refuse_state, tmp_path):
-        expected = ('the key "num_steps", which is not a weight', "has the key 0; use a string", '"a\\nb"', "step=")
-        for position, words in enumerate(expected):
-            assert all(words in one for one in told[2 * position : 2 * position + 2]), told
+            del training.optimizer.state[weight][name]
+        told += [refusal(lambda: kept.commit(LARGEST + 1)), refusal(lambda: kept.save(LARGEST + 1))]
+        assert steps_in(file) == []
+        kept.commit(LARGEST)
+        found = kept.load()
+        assert found.step == LARGEST
+    expected = ('the key "num_steps", which is not a weight', "has the key 0; use a string", '"a\\nb"', "step=")
+    for position, words in enumerate(expected):
+        assert all(words in one for one in told[2 * position : 2 * position + 2]), told
 
 
 class Passing(torch.optim.Optimizer):
@@ -258,7 +225,8 @@ class Slow(torch.optim.SGD):
         self.fast = [inner]
 
 
-def refuse_inner(rank: int, folder: Path) -> list[str]:
+@on_ranks(2, renewed=True)
+def test_an_optimizer_that_keeps_its_state_in_another_one_is_refused(rank: int, tmp_path: Path) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what it imports
 
     run = Run("1f1b", 1, 2)
@@ -266,30 +234,25 @@ def refuse_inner(rank: int, folder: Path) -> list[str]:
     with training.pipeline as pipeline:
         adam, group = training.optimizer, run.mesh()["dp"].get_group()
         zero = ZeroRedundancyOptimizer(pipeline.parameters(), torch.optim.AdamW, process_group=group)
-        told = [refusal(lambda: Checkpoints(folder, pipeline, other)) for other in (zero, Slow(adam))]  # noqa: B023
+        for other, words in ((zero, "a ZeroRedundancyOptimizer, keeps"), (Slow(adam), "a Slow, keeps")):
+            told = refusal(Checkpoints, tmp_path, pipeline, other)
+            assert words in told
+            assert "in another one, a AdamW (" in told
         training.steps(range(1))
-        kept = Checkpoints(folder, pipeline, Passing(adam))
+        kept = Checkpoints(tmp_path, pipeline, Passing(adam))
         kept.save(1)
         before = adam.state[next(pipeline.parameters())]["exp_avg"].clone()
         training.steps(range(1, 2))
         assert kept.load() is not None
         assert torch.equal(adam.state[next(pipeline.parameters())]["exp_avg"], before)
-    return told
 
 
-def test_an_optimizer_that_keeps_its_state_in_another_one_is_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.renew()
-    for told in pool.run(2, refuse_inner, tmp_path):
-        for one, words in zip(told, ("a ZeroRedundancyOptimizer, keeps", "a Slow, keeps"), strict=True):
-            assert words in one
-            assert "in another one, a AdamW (" in one
-
-
-def refuse_nan(rank: int, folder: Path) -> list[int]:
+@on_ranks(2)
+def test_weights_of_a_step_that_is_refused_are_not_kept(rank: int, tmp_path: Path) -> None:
     with memory() as file:
         training = Training(TWO)
         with training.pipeline as pipeline:
-            kept = training.checkpoints(folder)
+            kept = training.checkpoints(tmp_path)
             training.steps(range(1))
             kept.commit(1)
             x, target = batch(1)
@@ -297,8 +260,4 @@ def refuse_nan(rank: int, folder: Path) -> list[int]:
             training.optimizer.step()
             training.optimizer.zero_grad()
             assert "the mean loss is nan" in refusal(lambda: kept.commit(2))
-            return steps_in(file)
-
-
-def test_weights_of_a_step_that_is_refused_are_not_kept(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, refuse_nan, tmp_path) == [[1], [1]]
+            assert steps_in(file) == [1]
