@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import rota
 from rota import torch_internals
-from support.pool import Pool
+from support.pool import on_ranks
 
 
 @pytest.fixture
@@ -264,25 +264,17 @@ def test_a_message_moves_on_the_current_stream(alone: dist.ProcessGroup) -> None
 UNKNOWN_TO_NCCL = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)
 
 
-@pytest.mark.dist
-def test_a_message_may_have_any_dtype(pool: Pool) -> None:
-    assert pool.run(2, lone_messages) == [[1] * len(UNKNOWN_TO_NCCL)] * 2
-
-
-def lone_messages(rank: int) -> list[float]:
+@on_ranks(2)
+def test_a_message_may_have_any_dtype(rank: int) -> None:
     backend, tensors = torch_internals.backend_of(dist.group.WORLD, torch.device("cpu")), []  # type: ignore[arg-type]
     for dtype in UNKNOWN_TO_NCCL:
         tensors.append(torch.tensor(rank).to(dtype))
         torch_internals.move_message(backend, tensors[-1], torch_internals.message_options(1))
-    return [tensor.float().item() for tensor in tensors]
+    assert [tensor.float().item() for tensor in tensors] == [1] * len(UNKNOWN_TO_NCCL)
 
 
-@pytest.mark.dist
-def test_a_group_is_made_by_its_members_alone(pool: Pool) -> None:
-    assert pool.run(3, groups_that_overlap) == [[1, 2], [1, 3, 2, 6], [3, 6]]
-
-
-def groups_that_overlap(rank: int) -> list[int]:
+@on_ranks(3)
+def test_a_group_is_made_by_its_members_alone(rank: int) -> None:
     """The sum of ranks in each of a rank's groups, the middle one of which has more than the others."""
     sums = []
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # type: ignore[union-attr]
@@ -293,7 +285,7 @@ def groups_that_overlap(rank: int) -> list[int]:
             sums.append(int(total))
     assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)  # type: ignore[union-attr]
     dist.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
-    return sums
+    assert sums == [[1, 2], [1, 3, 2, 6], [3, 6]][rank]
 
 
 def test_a_hook_of_a_backward_is_in_it() -> None:
@@ -378,35 +370,14 @@ def test_pipelining_loads_communication_and_unshards_before_the_same_ops(alone: 
 _PACKAGE = Path(rota.__file__).parent
 _HOME = _PACKAGE / "torch_internals.py"
 _ATTRIBUTES = {
-    "_cdata",
-    "_fsdp_param_group",
-    "_get_backend",
-    "_get_default_store",
-    "_get_fsdp_state",
-    "_input_metadata",
-    "_is_view",
-    "_n_microbatches",
-    "_post_accumulate_grad_hooks",
-    "_rendezvous_handlers",
-    "_root_post_backward_final_callback",
-    "_schema",
-    "_set_pg_timeout",
-    "_stage",
-    "_step_microbatches",
-    "_unsafe_view",
-    "_unsharded_param",
-    "_values",
-    "_version",
-    "unpack_hook",
+    *("_cdata", "_fsdp_param_group", "_get_backend", "_get_default_store", "_get_fsdp_state"),
+    *("_input_metadata", "_is_view", "_n_microbatches", "_post_accumulate_grad_hooks", "_rendezvous_handlers"),
+    *("_root_post_backward_final_callback", "_schema", "_set_pg_timeout", "_stage", "_step_microbatches"),
+    *("_unsafe_view", "_unsharded_param", "_values", "_version", "unpack_hook"),
 }
 _TYPES = {
-    "BackwardCFunction",
-    "CppFunction",
-    "CopySlices",
-    "AccumulateGrad",
-    "CompiledFunctionBackward",
-    "StorageWeakRef",
-    "_raw_saved_",
+    *("BackwardCFunction", "CppFunction", "CopySlices", "AccumulateGrad"),
+    *("CompiledFunctionBackward", "StorageWeakRef", "_raw_saved_"),
 }
 
 

@@ -18,7 +18,8 @@ from rota.compat.deepspeed.topology import (
     ProcessTopology,
 )
 from support.pages import run
-from support.pool import Pool
+from support.pool import Pool, on_ranks
+from support.sampling import swept
 
 VOCABULARY, WIDTH, TOKENS, ROWS, NUM_MICROBATCHES, NUM_STEPS = 11, 6, 5, 2, 4, 3
 BASE_SEED = 77
@@ -157,9 +158,7 @@ def train(rank: int, num_stages: int) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(
-    "num_stages", [pytest.param(1, marks=pytest.mark.sweep), 2, 3, pytest.param(4, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("num_stages", [swept(1), 2, 3, swept(4)])
 def test_training_and_evaluation_equal_the_unsplit_models(pool: Pool, num_stages: int) -> None:
     trained, evaluated = Serial().train()
     for by_case in zip(*pool.run(num_stages, train, num_stages), strict=True):
@@ -235,7 +234,8 @@ def test_replicas_of_a_pipeline_module(pool: Pool) -> None:
             torch.testing.assert_close(gradient, serial.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
 
 
-def grids(rank: int) -> None:
+@on_ranks(4)
+def test_grids(rank: int) -> None:
     grid = PipelineParallelGrid(topology=ProcessTopology(axes=["pipe", "data"], dims=[2, 2]))
     assert grid._is_grid_valid()
     assert (grid.is_first_stage, grid.is_last_stage) == (rank < 2, rank >= 2)
@@ -258,10 +258,6 @@ def grids(rank: int) -> None:
     assert (grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size()) == (rank % 2, 2)
     assert (grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (rank, 4)
     dist.barrier()  # who leaves early would close connections that others are still making
-
-
-def test_grids(pool: Pool) -> None:
-    pool.run(4, grids)
 
 
 def cuts_and_refusals(rank: int) -> list[int]:
@@ -293,14 +289,10 @@ def test_measured_cuts_and_refusals(pool: Pool) -> None:
     assert (parts[0], parts[-1]) == (0, 9)
 
 
-def run_example(rank: int) -> tuple[float, float]:
+@on_ranks(1)
+def test_training_of_the_docs_runs(rank: int) -> None:
     data_iter = iter([(torch.ones(2, 8), torch.ones(2, 1))] * 8)
     names: dict[str, Any] = {"data_iter": data_iter}
     run("coming-from-earlier-systems.md#DeepSpeed", 0, names)
     with names["engine"].pipeline:
-        return names["loss"].item(), names["engine"].train_batch(data_iter).item()
-
-
-def test_training_of_the_docs_runs(pool: Pool) -> None:
-    ((first, second),) = pool.run(1, run_example)
-    assert second < first
+        assert names["engine"].train_batch(data_iter).item() < names["loss"].item()

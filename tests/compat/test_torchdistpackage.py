@@ -23,7 +23,7 @@ from rota.compat.torchdistpackage import (
     tpc,
 )
 from support import pages
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 NUM_MICROBATCHES, ROWS, WIDTH = 4, 12, 6
 NORM_TYPES = (0.5, 1.0, 2.0, 3.0, float("inf"))
@@ -130,9 +130,7 @@ def test_steps_evaluation_and_norms(pool: Pool, size: int) -> None:
         expected = [gradient for i in of_rank["sizes"] for gradient in gradients[i]]
         found |= {*of_rank["sizes"]}
         for its in of_rank["gradients"]:
-            assert len(its) == len(expected)
-            for gradient, wanted in zip(its, expected, strict=True):
-                torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(its, expected, rtol=1e-9, atol=1e-12)
         assert of_rank["norms"] == pytest.approx(norms, rel=1e-9)
         assert of_rank["clipped"] == pytest.approx(0.5, rel=1e-5)
     assert found == {*range(len(model))}
@@ -171,8 +169,7 @@ def test_replicas_and_parts_of_forward_backward(pool: Pool, num_replicas: int, n
     norm = nn.utils.get_total_norm(whole).item()
     for stage, gradients, its_norm in pool.run(4, replicas_and_parts, num_replicas, num_parts):
         expected = whole[-len(gradients) :] if stage else whole[: len(gradients)]
-        for gradient, wanted in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
         assert its_norm == pytest.approx(norm, rel=1e-9)
 
 
@@ -212,9 +209,8 @@ def test_several_tensors_over_a_boundary(pool: Pool) -> None:
     half = layers[1](made + y * 3).to(torch.bfloat16).double()
     ((layers[2](half + made * 2 * (made > 0)) - y) ** 2).sum().backward()
     for layer, gradients in zip(layers, pool.run(3, several_tensors), strict=True):
-        for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
-            # The gradient of a bf16 tensor is rounded to bf16, one by one in whole batch and micro-batches.
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-9)
+        # The gradient of a bf16 tensor is rounded to bf16, one by one in whole batch and micro-batches.
+        torch.testing.assert_close(gradients, [p.grad for p in layer.parameters()], rtol=1e-9, atol=1e-9)
 
 
 def writing(rank: int) -> list[Any]:
@@ -236,8 +232,7 @@ def writing(rank: int) -> list[Any]:
         gradients = [p.grad.clone() for p in layer.parameters()]  # type: ignore[union-attr]
         layer.requires_grad_(rank != 0)
         forward_backward(None, forward, None, [x, y][rank], NUM_MICROBATCHES)  # behind a frozen stage
-        for before, parameter in zip(gradients, layer.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, before * (1 + rank))
+        torch.testing.assert_close([p.grad for p in layer.parameters()], [g * (1 + rank) for g in gradients])
     return gradients
 
 
@@ -246,11 +241,11 @@ def test_writing_into_what_arrives(pool: Pool) -> None:
     x, y = batch()
     ((layers[1](torch.relu(layers[0](x))) - y) ** 2).sum().backward()
     for layer, gradients in zip(layers, pool.run(2, writing), strict=True):
-        for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(gradients, [p.grad for p in layer.parameters()], rtol=1e-9, atol=1e-12)
 
 
-def topology(rank: int) -> None:
+@on_ranks(4)
+def test_topology(rank: int) -> None:
     with pytest.raises(PipelineError, match="there are no process groups; call tpc"):
         tpc.get_group("pipe")
     with groups(data=2, pipe=2):
@@ -260,12 +255,8 @@ def topology(rank: int) -> None:
             [rank],
             [rank // 2 * 2, rank // 2 * 2 + 1],
         ]
-        assert (tpc.get_dp_rank(), tpc.get_pp_rank(), tpc.get_tp_rank(), tpc.get_mp_rank()) == (
-            rank // 2,
-            rank % 2,
-            0,
-            rank % 2,
-        )
+        own_ranks = tpc.get_dp_rank(), tpc.get_pp_rank(), tpc.get_tp_rank(), tpc.get_mp_rank()
+        assert own_ranks == (rank // 2, rank % 2, 0, rank % 2)
         assert tpc.get_prev_global_rank() == tpc.get_next_global_rank() == rank // 2 * 2 + (rank + 1) % 2
         assert (tpc.is_first_in_data_group(), tpc.is_last_in_data_group()) == (rank < 2, rank >= 2)
         assert (tpc.is_first_in_pipeline_group(), tpc.is_last_in_pipeline_group()) == (rank % 2 == 0, rank % 2 == 1)
@@ -286,15 +277,14 @@ def topology(rank: int) -> None:
             tpc.setup_process_groups(config)
 
 
-def test_topology(pool: Pool) -> None:
-    pool.run(4, topology)
-
-
-def cuts_and_refusals(rank: int) -> tuple[list[int], list[int]]:
+@on_ranks(3)
+def test_cuts_and_refusals(rank: int) -> None:
     with groups(pipe=3):
         sizes = [nn.Linear(size, 1, bias=False) for size in (9, 1, 1, 5, 5, 8)]
         balanced = [layer.in_features for layer in partition_balanced([*sizes], None)]
+        assert balanced == [[9, 1, 1], [5, 5], [8]][rank]
         uniform = [layer.in_features for layer in partition_uniform(sizes[:5], extra_len=1)]
+        assert uniform == [[9, 1], [1, 5], [5]][rank]
         for inputs, told in (
             (torch.zeros(10, 2), r"inputs\[0\] is of shape \[10, 2\], which does not divide along dim 0 into 4"),
             ([torch.zeros(4), torch.zeros(())], r"inputs\[1\] is of shape \[\], which does not divide"),
@@ -305,13 +295,6 @@ def cuts_and_refusals(rank: int) -> tuple[list[int], list[int]]:
             for inputs in (None, []):
                 with pytest.raises(PipelineError, match="inputs is empty on the first stage"):
                     forward_backward(None, lambda value: value, None, inputs)
-        return balanced, uniform
-
-
-def test_cuts_and_refusals(pool: Pool) -> None:
-    balanced, uniform = zip(*pool.run(3, cuts_and_refusals), strict=True)
-    assert [*balanced] == [[9, 1, 1], [5, 5], [8]]
-    assert [*uniform] == [[9, 1], [1, 5], [5]]
 
 
 def test_flattening() -> None:

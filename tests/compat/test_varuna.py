@@ -58,10 +58,7 @@ def test_costs_say_where_to_cut() -> None:
     assert cuts_by(costs, 3, NUM_CUTS) == [0, 1]  # the last stage does not recompute
     assert boundaries(Costs((6, 0, 0), (0, 6, 7)), 2) == [0, 1, 3]
     stages = cut(Net(), 2, (), cuts_by(costs, 2, NUM_CUTS), batch())
-    assert [name for name, _ in stages[0].named_parameters() if "layers" in name] == [
-        "layers.0.weight",
-        "layers.0.bias",
-    ]
+    assert [n for n, _ in stages[0].named_parameters() if "layers" in n] == ["layers.0.weight", "layers.0.bias"]
     free = Costs.uniform(5, 0, 0)
     assert boundaries(free, 5) == [0, 1, 2, 3, 4, 5]  # no stage is empty
     with pytest.raises(SplitError, match="6 stages out of 5 pieces; add CutPoints"):

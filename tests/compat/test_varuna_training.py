@@ -4,7 +4,6 @@ import math
 import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from support.cut_point_models import (
     train_serially,
 )
 from support.pages import python_blocks
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 from support.sampling import IS_WHOLE
 
 TOLERANCE = 2e-6
@@ -231,8 +230,8 @@ def test_fp16(pool: Pool, tmp_path: Path) -> None:
     assert one["scales"][0] == one["scales"][1] > 1
 
 
-@mock.patch("rota.profiling.stage_profile._RUN_NS", 0)
-def whole_life(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_refusals_names_profile_and_choice(rank: int, tmp_path: Path) -> None:
     """What else there is, on two stages."""
     for layout, told in (("0;1;2;", "there are 2 processes; name each once"), ("1;0;", "list them in ascending order")):
         with pytest.raises(PipelineError, match=told):
@@ -288,17 +287,17 @@ def whole_life(rank: int, folder: Path) -> None:
 
     model = GPT()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    profiler = Profiler(model, get_batch_fn, out_folder=folder)
+    profiler = Profiler(model, get_batch_fn, out_folder=tmp_path)
     costs = profiler.profile_all([1, 2])
     assert {size: of.num_stages for size, of in costs.items()} == {1: NUM_BLOCKS + 1, 2: NUM_BLOCKS + 1}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     dist.barrier()
-    profile = Profile.load(folder)
+    profile = Profile.load(tmp_path)
     assert profile.costs == costs
     assert profile.link == profile.long_link != Link()
     assert profile.link.bytes_per_us
-    found = AutoConfig(2, 2, 8, profile_folder=folder, verbose=False)
+    found = AutoConfig(2, 2, 8, profile_folder=tmp_path, verbose=False)
     assert {*found.batch_times} == {1, 2}
     num_stages, chunk_size, seconds = found.get_min()
     assert seconds == found.batch_times[num_stages] == min(found.batch_times.values())
@@ -307,33 +306,26 @@ def whole_life(rank: int, folder: Path) -> None:
     assert math.isfinite(given.step(batch(0, 8))[0])
     given.close()
     with pytest.raises(PipelineError, match=r"get_batch\(3\) returned 2 examples"):
-        Profiler(GPT(), lambda size: batch(0, 2), out_folder=folder).profile_all([3])
+        Profiler(GPT(), lambda size: batch(0, 2), out_folder=tmp_path).profile_all([3])
 
 
-def test_refusals_names_profile_and_choice(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, whole_life, tmp_path)
-
-
-def evaluate_many_sizes(rank: int) -> tuple[list[tuple[int, int]], list[float], float]:
-    """Threads and process groups after each of some evaluations, their losses, and a step's after them."""
+@on_ranks(2)
+def test_evaluating_batches_of_many_sizes_leaves_nothing_behind(rank: int) -> None:
+    """Threads and process groups after each of some evaluations, and a step after them."""
+    model = tied(GPT(), len(SHARED)).eval()
+    sizes = (2, 4, 6, 10, 14, 2, BATCH_SIZE)
+    expected = [model(**batch(0, size)).item() for size in sizes]
     varuna = wrap(GPT(), "0;1;", shared_weights=SHARED).eval()
     left, losses = [], []
-    for size in (2, 4, 6, 10, 14, 2, BATCH_SIZE):
+    for size in sizes:
         losses.append(varuna.evaluate(batch(0, size), batch_size=size))
         groups = len(dist.distributed_c10d._world.pg_map)
         left.append((threading.active_count(), groups))
     loss, _, _ = varuna.step(batch(0))
     varuna.close()
-    return left, losses, loss
-
-
-def test_evaluating_batches_of_many_sizes_leaves_nothing_behind(pool: Pool) -> None:
-    model = tied(GPT(), len(SHARED)).eval()
-    for left, losses, loss in pool.run(2, evaluate_many_sizes):
-        assert len({*left}) == 1, left
-        expected = [model(**batch(0, size)).item() for size in (2, 4, 6, 10, 14, 2, BATCH_SIZE)]
-        assert losses == pytest.approx(expected, rel=TOLERANCE)
-        assert loss == pytest.approx(expected[-1], rel=TOLERANCE)
+    assert len({*left}) == 1, left
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert loss == pytest.approx(expected[-1], rel=TOLERANCE)
 
 
 def run_example(rank: int, folder: Path, example: str) -> tuple[float, float]:

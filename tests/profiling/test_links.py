@@ -23,7 +23,7 @@ from rota.profiling.links import (
     numbers_of,
     unsteady,
 )
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 
 def messages(latency_us: float, bytes_per_us: float) -> list[list[float]]:
@@ -102,15 +102,10 @@ def test_three_processes_find_the_same(pool: Pool) -> None:
     ]
 
 
-def refused(rank: int) -> str:
-    with pytest.raises(PipelineError) as error:
+@on_ranks(1)
+def test_a_process_alone_has_no_links(rank: int) -> None:
+    with pytest.raises(PipelineError, match="this is the only process, and a link needs two; start more"):
         measure_links(1)
-    return str(error.value)
-
-
-@pytest.mark.dist
-def test_a_process_alone_has_no_links(pool: Pool) -> None:
-    assert pool.run(1, refused) == ["this is the only process, and a link needs two; start more of them"]
 
 
 # --- links of this machine: measured once, then kept for as long as they hold -----------------------------------------

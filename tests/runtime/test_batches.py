@@ -27,7 +27,7 @@ from support.networks import (
     stages_of,
 )
 from support.odd_stages import Calls
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 WIDTH = 6
 
@@ -122,7 +122,10 @@ def mend_the_batch(rank: int, stages: Stages, plan: Plan, batch: Any) -> Any:
     heard = []
     x, targets = batch
     with Pipeline(stages, plan, loss_fn) as pipeline:
-        wrong = {0: [((x, x[:-1]), None), ([x], None), (None, None)], 2: [(None, targets[:0]), (None, None)]}
+        wrong = {
+            0: [((x, x[:-1]), None), ([x], None), (None, None)],
+            2: [(None, targets[:0]), (None, None), (None, [targets, targets, None, targets])],
+        }
         for inputs, target in wrong.get(rank, []):
             heard.append(refusal(pipeline.step, inputs, target))
         return cleared_step(pipeline, *batch), heard
@@ -136,9 +139,10 @@ def test_batch_that_does_not_fit_is_refused_before_anything_is_sent(pool: Pool) 
     assert "inputs[1] has 19 rows (shape [19, 6]), but inputs[0] has 20; give the same number" in uneven
     assert "inputs is a list of 1 micro-batches, but the plan has 4" in few
     assert "rank 0 holds stage 0, which reads the step's inputs [0], but got inputs=None" in none
-    empty, none = by_rank[2][1]
+    empty, none, gap = by_rank[2][1]
     assert "targets has 0 rows (shape [0, 6]); give one row or more" in empty
     assert "rank 2 holds the last stage, but got targets=None" in none
+    assert "rank 2 holds the last stage, but got targets[2] = None" in gap
 
 
 def step_with(rank: int, stages: Stages, given: dict[int, tuple[Any, Any]]) -> None:
@@ -153,11 +157,7 @@ UNFIT: dict[str, tuple[Stages, dict[int, tuple[Any, Any]], str]] = {
         {0: (X, None), 2: (None, TARGETS[:12])},
         "The size of tensor a (4) must match the size of tensor b (3) at non-singleton dimension 0",
     ),
-    "dtype": (
-        chain(3),
-        {0: (X.float(), None), 2: (None, TARGETS)},
-        "mat1 and mat2 must have the same dtype, but got Float and Double",
-    ),
+    "dtype": (chain(3), {0: (X.float(), None), 2: (None, TARGETS)}, "mat1 and mat2 must have the same dtype"),
 }
 
 
@@ -186,18 +186,15 @@ def test_replicas_may_have_other_shapes(pool: Pool) -> None:
     assert len({*pool.run(4, replicas_of_other_lengths)}) == 1
 
 
-def empty_microbatch(rank: int) -> str:
+@on_ranks(3)
+def test_a_microbatch_without_rows_is_told_as_such(rank: int) -> None:
     x, targets = tensors(9)
     sizes = [3, 0, 4, 2]
     with Pipeline(chain(3), plan_for(3), loss_fn) as pipeline:
-        return refusal(pipeline.step, [*x.split(sizes)], [*targets.split(sizes)])
-
-
-def test_a_microbatch_without_rows_is_told_as_such(pool: Pool) -> None:
-    for told in pool.run(3, empty_microbatch):
-        assert "step 1: the mean loss is nan (nan for micro-batch 1 at stage 2 on rank 2)" in told
-        assert "micro-batch 1 had no rows, so their mean is nan: give each micro-batch a row or more" in told
-        assert "learning rate" not in told
+        told = refusal(pipeline.step, [*x.split(sizes)], [*targets.split(sizes)])
+    assert "step 1: the mean loss is nan (nan for micro-batch 1 at stage 2 on rank 2)" in told
+    assert "micro-batch 1 had no rows, so their mean is nan: give each micro-batch a row or more" in told
+    assert "learning rate" not in told
 
 
 # --- batches as users have them: encodings, inputs that are the same for all rows, rows that do not divide ------------
@@ -272,22 +269,15 @@ def test_encodings_of_any_number_of_rows(pool: Pool, kind: str, whole: bool) -> 
             torch.testing.assert_close(results[step][1], output, rtol=1e-10, atol=1e-10)
 
 
-def refusals(rank: int) -> list[str]:
-    told = []
+@on_ranks(2)
+def test_rows_that_do_not_belong_together_are_refused(rank: int) -> None:
     with Pipeline(reading_stages(), plan_for(2), encoded_loss) as pipeline:
         for rows, target_rows in ((7, 14), (8, 1), (1, 8)):
             inputs, targets = encoding(rows)[0], encoding(target_rows)[1]
-            told.append(refusal(pipeline.step, inputs, targets if pipeline.reads_targets else None))
+            told = refusal(pipeline.step, inputs, targets if pipeline.reads_targets else None)
+            assert f"inputs have {rows} rows and targets {target_rows}, which do not both divide into 4" in told
+            assert "give the same number of rows" in told
         pipeline.step(*encoding(8))  # it goes on
-    return told
-
-
-def test_rows_that_do_not_belong_together_are_refused(pool: Pool) -> None:
-    by_rank = pool.run(2, refusals)
-    assert by_rank[0] == by_rank[1]
-    for told, (rows, target_rows) in zip(by_rank[0], ((7, 14), (8, 1), (1, 8)), strict=True):
-        assert f"inputs have {rows} rows and targets {target_rows}, which do not both divide into 4" in told
-        assert "give the same number of rows" in told
 
 
 def beside_junk(rank: int) -> float:
@@ -308,12 +298,9 @@ def writes(stage: Any, x: Tensor, positions: Tensor) -> Tensor:
     return stage.linear(x) + positions
 
 
-def writing_step(rank: int) -> str:
+@on_ranks(1)
+def test_what_all_microbatches_get_must_not_be_written_to(rank: int) -> None:
     stages = Stages([Calls(writes, linear=nn.Linear(WIDTH, WIDTH))], inputs={0: [0, 1]})
     with Pipeline(stages, plan_for(1), loss_fn) as pipeline:
-        return refusal(pipeline.step, (torch.ones(8, WIDTH), torch.ones(1, WIDTH)), torch.ones(8, WIDTH))
-
-
-def test_what_all_microbatches_get_must_not_be_written_to(pool: Pool) -> None:
-    told = "a stage writes into inputs[1] (shape [1, 6]), which is the same for all micro-batches"
-    assert told in pool.run(1, writing_step)[0]
+        told = refusal(pipeline.step, (torch.ones(8, WIDTH), torch.ones(1, WIDTH)), torch.ones(8, WIDTH))
+    assert "a stage writes into inputs[1] (shape [1, 6]), which is the same for all micro-batches" in told

@@ -29,7 +29,7 @@ from support.networks import (
     stages_of,
 )
 from support.odd_stages import IN_PLACE, Calls
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 from support.sampling import IS_WHOLE
 
 WIDTH = 6
@@ -227,24 +227,16 @@ def test_writing_by_functions_into_what_is_received(pool: Pool) -> None:
     assert_as_unsplit(pool, 2, cases, by_microbatches=True)
 
 
-def steps_told(rank: int, stages: Stages, plans: list[Plan]) -> list[str]:
-    told = []
-    for plan in plans:
+@on_ranks(1)
+def test_writing_behind_a_stage_that_passes_on_what_an_earlier_one_saved(rank: int) -> None:
+    """On one rank, all three have one memory: autograd refuses the gradients of what was saved in it, as unsplit."""
+    stages = stages_of(layer, pass_on, partial(writes, "operator"))
+    for costs in (Costs.uniform(3), Costs.uniform(3, weight_us=1)):
+        plan = NAMED["gpipe"](place(costs, Cluster.uniform(1), [0, 0, 0]), 4)
         with Pipeline(stages, plan, loss_fn) as pipeline:
             for _ in range(2):
-                with pytest.raises(RuntimeError) as error:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                     pipeline.step(*batch_of(4))
-                told.append(str(error.value))
-    return told
-
-
-def test_writing_behind_a_stage_that_passes_on_what_an_earlier_one_saved(pool: Pool) -> None:
-    """On one rank, all three have one memory: autograd refuses the gradients of what was saved in it, as unsplit."""
-    costs = [Costs.uniform(3), Costs.uniform(3, weight_us=1)]
-    plans = [NAMED["gpipe"](place(of, Cluster.uniform(1), [0, 0, 0]), 4) for of in costs]
-    (told,) = pool.run(1, steps_told, stages_of(layer, pass_on, partial(writes, "operator")), plans)
-    assert len(told) == 4
-    assert all("modified by an inplace operation" in text for text in told)
 
 
 def cuts_from_step_two_on(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -253,15 +245,13 @@ def cuts_from_step_two_on(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x.requires_grad_(linear.num_calls <= 4))
 
 
-def second_step_told(rank: int, plan: Plan) -> str:
+@on_ranks(1)
+def test_what_is_received_keeps_its_gradient(rank: int) -> None:
+    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
     with Pipeline(stages_of(layer, cuts_from_step_two_on), plan, loss_fn) as pipeline:
         pipeline.step(*batch_of(4))
-        return refusal(pipeline.step, *batch_of(4))
-
-
-def test_what_is_received_keeps_its_gradient(pool: Pool) -> None:
-    plan = NAMED["gpipe"](place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 4)
-    assert "calls requires_grad_(False) on what it receives" in pool.run(1, second_step_told, plan)[0]
+        told = refusal(pipeline.step, *batch_of(4))
+    assert "calls requires_grad_(False) on what it receives" in told
 
 
 def writes_input(linear: nn.Linear, *values: Tensor) -> Tensor:
@@ -356,13 +346,9 @@ def test_what_does_not_cross_is_told_on_both_ranks(tmp_path: Path, case: str) ->
     assert all(message in each.stderr for each in ended)
 
 
-def steps_with_nan(rank: int) -> str:
+@on_ranks(2)
+def test_nan_crosses_as_the_same_number_in_every_step(rank: int) -> None:
     two_steps(rank, Changing([float("nan") for _ in range(8)]))
-    return "done"
-
-
-def test_nan_crosses_as_the_same_number_in_every_step(pool: Pool) -> None:
-    assert pool.run(2, steps_with_nan) == ["done"] * 2
 
 
 # --- every dtype crosses as it is, and gradients flow only as far back as somebody wants them -------------------------

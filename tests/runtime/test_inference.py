@@ -12,7 +12,7 @@ from rota.runtime.messages import over_tensors
 from rota.schedules import NAMED, chimera, gpipe
 from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import ParallelLayer
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 COSTS, CLUSTER = Costs.uniform(4), Cluster.uniform(2)
 PLANS: dict[str, tuple[Plan, Any]] = {
@@ -83,14 +83,11 @@ def test_outputs_in_order_on_ranks_that_ask(pool: Pool, name: str, asking: set[i
                 torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-10, atol=1e-10)
 
 
-def without_loss(rank: int, plan: Plan) -> str:
-    with Pipeline(chain(4), plan, None) as pipeline:
-        return refusal(pipeline.evaluate, *batch_of(4))
-
-
-def test_evaluation_needs_a_loss(pool: Pool) -> None:
-    for told in pool.run(4, without_loss, PLANS["forwards only"][0]):
-        assert "the pipeline has no loss_fn to evaluate; use forward for the outputs" in told
+@on_ranks(4)
+def test_evaluation_needs_a_loss(rank: int) -> None:
+    with Pipeline(chain(4), PLANS["forwards only"][0], None) as pipeline:
+        told = refusal(pipeline.evaluate, *batch_of(4))
+    assert "the pipeline has no loss_fn to evaluate; use forward for the outputs" in told
 
 
 class Normed(nn.Module):

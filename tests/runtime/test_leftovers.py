@@ -16,7 +16,7 @@ from rota import LostRankError, Pipeline, PipelineError, Plan, Stages
 from rota.runtime import engine, pipeline as pipeline_module
 from support.fresh import run_fresh
 from support.networks import Layer, batch_of, chain, loss_fn, plan_for, refusal
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 NUM_RANKS = 3
 NUM_STEPS = int(os.environ.get("ROTA_SOAK_STEPS", "100"))
@@ -52,9 +52,10 @@ _OTHERS = 3
 NUM_PIPELINES = 12
 
 
-def many_pipelines(rank: int, stages: Stages, plan: Plan, batch: Any) -> list[dict[str, int]]:
-    """What is held after the second pipeline of two replicas, and after the last."""
-    counts = []
+@on_ranks(4)
+def test_pipelines_made_one_after_another_leave_nothing(rank: int) -> None:
+    """Of two replicas: what is held after the second pipeline, and after the last."""
+    stages, plan, batch, counts = chain(2), plan_for(2), batch_of(8), []
     mesh = rota.mesh(pp=2, dp=2)
     for _ in range(NUM_PIPELINES):
         with Pipeline(stages, plan, loss_fn, mesh=mesh, check_data="never") as pipeline:
@@ -62,12 +63,7 @@ def many_pipelines(rank: int, stages: Stages, plan: Plan, batch: Any) -> list[di
         torch.distributed.barrier()
         counts.append(held())
         del counts[-1]["bytes"]
-    return [counts[1], counts[-1]]
-
-
-def test_pipelines_made_one_after_another_leave_nothing(pool: Pool) -> None:
-    for early, late in pool.run(4, many_pipelines, chain(2), plan_for(2), batch_of(8)):
-        assert not grown(early, late, NUM_PIPELINES - 2), (early, late)
+    assert not grown(counts[1], counts[-1], NUM_PIPELINES - 2), counts
 
 
 def many_steps(rank: int, stages: Stages, plan: Plan, batch: Any) -> tuple[dict[str, int], dict[str, int]]:
@@ -89,16 +85,12 @@ def test_many_steps_in_a_row_stay_flat(pool: Pool) -> None:
         assert not grown(early, late, NUM_STEPS - 20), (early, late)
 
 
-def use_after_close(rank: int, stages: Stages, plan: Plan) -> list[str]:
-    pipeline = Pipeline(stages, plan, loss_fn)
+@on_ranks(2)
+def test_closed_pipeline_says_so(rank: int) -> None:
+    pipeline = Pipeline(chain(2), plan_for(2), loss_fn)
     pipeline.close()
     calls = (pipeline.step, pipeline.evaluate, pipeline.forward, lambda: pipeline.clip_grad_norm_(1.0))
-    return [refusal(call) for call in calls]
-
-
-def test_closed_pipeline_says_so(pool: Pool) -> None:
-    told = pool.run(2, use_after_close, chain(2), plan_for(2))
-    assert told == [["the pipeline is closed; make a new one"] * 4] * 2
+    assert [refusal(call) for call in calls] == ["the pipeline is closed; make a new one"] * 4
 
 
 def groups() -> int:
@@ -109,24 +101,20 @@ def fail(*_: Any, **__: Any) -> Any:
     raise OSError("no space left on device")
 
 
-def make_with_failures(rank: int, stages: Stages, plan: Plan) -> list[str]:
-    """What is left of a pipeline whose making fails on all ranks, early or late."""
-    left = []
+@on_ranks(NUM_RANKS)
+def test_a_pipeline_that_cannot_be_made_leaves_nothing(rank: int) -> None:
+    """Whose making fails on all ranks, early or late."""
+    stages = chain(NUM_RANKS)
     for name in ("Processes", "ReadyPlans"):
         threads, before = rotas_threads(), groups()
         # A rank that is still connecting may notice first that another one has failed.
         with patch.object(engine, name, fail), pytest.raises((OSError, LostRankError)):
-            Pipeline(stages, plan, loss_fn)
-        if rotas_threads() - threads or groups() != before:
-            left.append(f"{name}: {rotas_threads() - threads} {groups() - before}")
+            Pipeline(stages, PLAN, loss_fn)
+        assert not rotas_threads() - threads, name
+        assert groups() == before, name
         torch.distributed.barrier()
-    with Pipeline(stages, plan, loss_fn) as pipeline:
+    with Pipeline(stages, PLAN, loss_fn) as pipeline:
         pipeline.step(*batch_of(4))
-    return left
-
-
-def test_a_pipeline_that_cannot_be_made_leaves_nothing(pool: Pool) -> None:
-    assert pool.run(NUM_RANKS, make_with_failures, chain(NUM_RANKS), PLAN) == [[]] * NUM_RANKS
 
 
 def make_without_processes(rank: int, stages: Stages, plan: Plan) -> None:
@@ -146,13 +134,16 @@ def test_a_pipeline_that_cannot_be_made_leaves_its_processes(tmp_path: Path) -> 
     assert [each.exit_code for each in ended] == [0, 0], ended
 
 
-def close_with_failures(rank: int, stages: Stages, plan: Plan) -> list[str]:
+@on_ranks(NUM_RANKS)
+def test_what_fails_in_close_keeps_nothing_else_open(rank: int) -> None:
     """One end fails, Rota's own or one that the user has added: the others come all the same."""
-    told = []
-    for is_own in (True, False):
+    for is_own, told in (
+        (True, "PipelineError: the last step's record for `rota run --timeline` was not written"),
+        (False, "OSError: no space left on device"),
+    ):
         threads, before, ended = rotas_threads(), groups(), []
         with patch.object(pipeline_module, "leave_record", fail) if is_own else nullcontext():
-            pipeline = Pipeline(stages, plan, loss_fn)
+            pipeline = Pipeline(chain(NUM_RANKS), PLAN, loss_fn)
             pipeline.before_close.callback(ended.append, "checkpoint")
             if not is_own:
                 pipeline.before_close.callback(fail)
@@ -160,20 +151,13 @@ def close_with_failures(rank: int, stages: Stages, plan: Plan) -> list[str]:
             pipeline.step(*batch_of(4))
             with pytest.raises((PipelineError, OSError)) as error:
                 pipeline.close()
-        told.append(f"{type(error.value).__name__}: {error.value}")
+        assert f"{type(error.value).__name__}: {error.value}".startswith(told)
         assert ended == ["checkpoint"]
         assert not rotas_threads() - threads
         assert groups() == before
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         pipeline.close()  # once more does nothing
         torch.distributed.barrier()
-    return told
-
-
-def test_what_fails_in_close_keeps_nothing_else_open(pool: Pool) -> None:
-    for own, added in pool.run(NUM_RANKS, close_with_failures, chain(NUM_RANKS), PLAN):
-        assert own.startswith("PipelineError: the last step's record for `rota run --timeline` was not written")
-        assert added == "OSError: no space left on device"
 
 
 def divide_by_zero(stages: Stages, plan: Plan) -> None:
@@ -182,12 +166,8 @@ def divide_by_zero(stages: Stages, plan: Plan) -> None:
         raise ZeroDivisionError("the script's own")
 
 
-def fail_in_the_loop(rank: int, stages: Stages, plan: Plan) -> str:
+@on_ranks(NUM_RANKS)
+def test_the_first_error_is_told(rank: int) -> None:
     """The script's own error is the one to be told, and not what fails because of it."""
-    with patch.object(pipeline_module, "leave_record", fail), pytest.raises(ZeroDivisionError) as error:
-        divide_by_zero(stages, plan)
-    return str(error.value)
-
-
-def test_the_first_error_is_told(pool: Pool) -> None:
-    assert pool.run(NUM_RANKS, fail_in_the_loop, chain(NUM_RANKS), PLAN) == ["the script's own"] * NUM_RANKS
+    with patch.object(pipeline_module, "leave_record", fail), pytest.raises(ZeroDivisionError, match="the script's"):
+        divide_by_zero(chain(NUM_RANKS), PLAN)

@@ -14,7 +14,7 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Plan, Stages, place
 from rota.schedules import NAMED
 from support import ROOT
 from support.networks import WIDTH, Layer, batch_of, chain, loss_fn, refusal
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 PAGE = ROOT / "docs" / "data.md"
 
@@ -94,31 +94,23 @@ def one_step(case: str, weight_us: int | None) -> None:
         pipeline.step(*batch_of(2))
 
 
-def errors_of(rank: int, cases: list[tuple[str, int | None]]) -> list[str]:
-    return [refusal(one_step, *case) for case in cases]
-
-
-def test_refused_at_the_latest_in_the_first_step(pool: Pool) -> None:
-    cases = [*((case, None) for case in REFUSED), ("module", 1)]
-    for (case, _), error in zip(cases, pool.run(1, errors_of, cases)[0], strict=True):
+@on_ranks(1)
+def test_refused_at_the_latest_in_the_first_step(rank: int) -> None:
+    for case, inputs in [*((case, None) for case in REFUSED), ("module", 1)]:
+        error = refusal(one_step, case, inputs)
         assert re.search(REFUSED[case][1], error)
         assert "make it the model's last module" in error
 
 
-def losses_and_gradients(rank: int) -> dict[str, tuple[float, list[Tensor]]]:
-    found = {}
-    for case, make in ACCEPTED.items():
+@on_ranks(1)
+def test_accepted(rank: int) -> None:
+    for make in ACCEPTED.values():
         stages = chain(2)
         with Pipeline(stages, plan_on(1), make(stages)) as pipeline:
-            found[case] = pipeline.step(*batch_of(2)), [parameter.grad for parameter in pipeline.parameters()]
-    return found
-
-
-def test_accepted(pool: Pool) -> None:
-    for case, (loss, gradients) in pool.run(1, losses_and_gradients)[0].items():
+            loss, gradients = pipeline.step(*batch_of(2)), [parameter.grad for parameter in pipeline.parameters()]
         stages = chain(2)
         x, target = batch_of(2)
-        expected = ACCEPTED[case](stages)(stages.run(x), target)
+        expected = make(stages)(stages.run(x), target)
         expected.backward()
         assert loss == pytest.approx(expected.item(), rel=1e-10)
         serial = [parameter.grad for module in stages.modules for parameter in module.parameters()]

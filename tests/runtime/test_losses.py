@@ -15,7 +15,7 @@ from rota.schedules import NAMED, chimera
 from support.loss_cases import Batch, Case, assert_exact
 from support.meshed import part_of
 from support.networks import WIDTH, Stage, chain, clear, loss_fn, plan_for, refusal, rows_of
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 N = 4
 CHAINS = chimera(bidirectional(Costs.uniform(2), Cluster.uniform(2)), N)
@@ -62,7 +62,8 @@ def test_a_loss_of_the_output_alone_needs_no_target(loss_fn: Any, expected: bool
     assert needs_target(loss_fn) is expected
 
 
-def _loss_of_the_output_alone(rank: int) -> float:
+@on_ranks(2)
+def test_a_loss_of_the_output_alone(rank: int) -> None:
     torch.manual_seed(0)
     stages = chain(2)
     x, target = rows_of(2 * N)
@@ -79,12 +80,6 @@ def _loss_of_the_output_alone(rank: int) -> float:
         whole.backward()
         for name, parameter in pipeline.named_parameters():
             assert torch.allclose(ours[name], parameter.grad, rtol=1e-10, atol=1e-12)
-    return loss
-
-
-def test_a_loss_of_the_output_alone(pool: Pool) -> None:
-    first, second = pool.run(2, _loss_of_the_output_alone)
-    assert first == second
 
 
 def with_metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
@@ -200,7 +195,9 @@ def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return (output - target).square().sum(), target.numel()
 
 
-def clears_between(rank: int, set_to_none: bool) -> list[Tensor]:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_clearing_gradients_ends_a_round(rank: int, set_to_none: bool) -> None:
     """A round that is given up, as at the end of an epoch."""
     with Pipeline(chain(2), plan_for(2), counted_loss) as pipeline:
         optimizer = torch.optim.SGD([*pipeline.parameters()])
@@ -208,18 +205,11 @@ def clears_between(rank: int, set_to_none: bool) -> list[Tensor]:
         pipeline.step(*rows_of(24, 3), sync=False)
         optimizer.zero_grad(set_to_none=set_to_none)
         pipeline.step(*rows_of(8))
-        return [p.grad for p in pipeline.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_clearing_gradients_ends_a_round(pool: Pool, set_to_none: bool) -> None:
+        gradients = [p.grad for p in pipeline.parameters()]
     stages = chain(2)
     x, target = rows_of(8)
     ((stages.run(x) - target) ** 2).mean().backward()
-    by_rank = pool.run(2, clears_between, set_to_none)
-    for rank, gradients in enumerate(by_rank):
-        for parameter, gradient in zip(stages[rank].parameters(), gradients, strict=True):
-            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradients, [p.grad for p in stages[rank].parameters()], rtol=1e-10, atol=1e-10)
 
 
 def scaled_steps(rank: int) -> list[float]:

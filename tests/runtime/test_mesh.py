@@ -12,7 +12,7 @@ from rota.schedules import gpipe
 from support.meshed import on_each, part_of
 from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import Normed, ParallelLayer, assert_equal_normed, normed_step
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 
 def on_both_ranks(group: spmd.Group) -> Stages:
@@ -54,7 +54,8 @@ def test_dims_may_be_few_and_in_any_order(pool: Pool) -> None:
         assert [loss for loss, *_ in found] == pytest.approx([expected] * len(cases), rel=1e-10)
 
 
-def refusals(rank: int) -> list[str]:
+@on_ranks(4)
+def test_refusals(rank: int) -> None:
     plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 4)
     told = []
     remedy = r"give Pipeline mesh=rota.mesh\(pp=2, dp=2\) for 2 replicas, or start 2, or plan for 4"
@@ -74,27 +75,19 @@ def refusals(rank: int) -> list[str]:
         # Layouts were not exchanged by the step that was refused, and are by this one.
         loss = pipeline.step(*batch_of(4))
         assert loss == pytest.approx(pipeline.evaluate(*batch_of(4)), rel=1e-10)
-    return told
-
-
-def test_refusals(pool: Pool) -> None:
-    for told in pool.run(4, refusals):
-        assert "a mesh of pp=3, dp=1, tp=1 is for 3 processes, but 4 were started; start 3, such as with" in told[0]
-        assert "the plan is for 2 ranks, but the mesh has 4 along 'pp'; make it with pp=2, or plan for 4" in told[1]
-        assert "the mesh has the dims 'pp', 'cp'; name them among 'dp', 'pp' and 'tp'" in told[2]
-        assert "the mesh has the dims without names" in told[3]
-        assert "rank 0 of replica 0, rank 1 of replica 0, rank 1 of replica 1 call step(); " in told[4]
-        assert "rank 0 of replica 1 calls step(sync=False); make the same calls in the same order" in told[4]
-
-
-def patience_s(rank: int, timeout_s: float | None) -> float:
-    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
-    with Pipeline(chain(2), plan, loss_fn, timeout_s=timeout_s) as pipeline:
-        backend = pipeline.processes.pipeline._get_backend(torch.device("cpu"))
-        return float(backend.options._timeout.total_seconds())
+    assert "a mesh of pp=3, dp=1, tp=1 is for 3 processes, but 4 were started; start 3, such as with" in told[0]
+    assert "the plan is for 2 ranks, but the mesh has 4 along 'pp'; make it with pp=2, or plan for 4" in told[1]
+    assert "the mesh has the dims 'pp', 'cp'; name them among 'dp', 'pp' and 'tp'" in told[2]
+    assert "the mesh has the dims without names" in told[3]
+    assert "rank 0 of replica 0, rank 1 of replica 0, rank 1 of replica 1 call step(); " in told[4]
+    assert "rank 0 of replica 1 calls step(sync=False); make the same calls in the same order" in told[4]
 
 
 @pytest.mark.parametrize(("timeout_s", "least_s"), [(None, 1800), (7200, 72000), (float("inf"), 10**8)])
-def test_pytorchs_own_limit_is_never_the_shorter_one(pool: Pool, timeout_s: float | None, least_s: float) -> None:
-    # PyTorch 2.15 subtracts the time that it took to make the group.
-    assert min(pool.run(2, patience_s, timeout_s)) >= least_s - 60
+@on_ranks(2)
+def test_pytorchs_own_limit_is_never_the_shorter_one(rank: int, timeout_s: float | None, least_s: float) -> None:
+    plan = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
+    with Pipeline(chain(2), plan, loss_fn, timeout_s=timeout_s) as pipeline:
+        backend = pipeline.processes.pipeline._get_backend(torch.device("cpu"))
+        # PyTorch 2.15 subtracts the time that it took to make the group.
+        assert backend.options._timeout.total_seconds() >= least_s - 60

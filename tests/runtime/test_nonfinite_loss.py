@@ -21,7 +21,7 @@ from support.networks import (
     refusal,
     serial_step,
 )
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 N = 4
 
@@ -68,30 +68,22 @@ def test_all_ranks_refuse_it_and_can_go_on(pool: Pool) -> None:
         assert returned[3].startswith("step 1: the mean loss is -inf (-inf for micro-batches 1, 2 at stage 2 on")
 
 
-def step_of_two(rank: int) -> list[str]:
+@on_ranks(4)
+def test_replicas_and_streams_name_the_rank(rank: int) -> None:
     """Only the second replica's batch is bad; then a plan of two streams; then losses that add up to inf."""
-    told = []
     with Pipeline(chain(2), plan_for(2), loss_fn, mesh=rota.mesh(pp=2, dp=2), check_data="never") as pipeline:
         batch = batch_with(m3=math.nan) if pipeline.replica == 1 else batch_of(N)
-        told.append(refusal(pipeline.step, *batch))
+        told = refusal(pipeline.step, *batch)
+    assert "the mean loss is nan (nan for micro-batch 3 at stage 1 on rank 1 of replica 1)." in told
     plan = gpipe(bidirectional(Costs.uniform(4), Cluster.uniform(4)), N)
     with Pipeline(chain(4), plan, loss_fn) as pipeline:
-        told.append(refusal(pipeline.step, *batch_with(m2=math.nan, m3=math.nan)))
+        told = refusal(pipeline.step, *batch_with(m2=math.nan, m3=math.nan))
+    assert "nan for micro-batch 3 at stage 7 on rank 0" in told
+    assert "nan for micro-batch 2 at stage 3 on rank 3" in told
     with Pipeline(chain(2), plan_for(2), huge_loss, mesh=rota.mesh(pp=2, dp=2), check_data="never") as pipeline:
-        told.append(refusal(pipeline.step, *batch_of(N)))
-    return told
+        told = refusal(pipeline.step, *batch_of(N))
+    assert "the mean loss is inf (each micro-batch's is finite, but their sum is not)." in told
 
 
 def huge_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output * 0).sum() + 1.7e308
-
-
-def test_replicas_and_streams_name_the_rank(pool: Pool) -> None:
-    results = pool.run(4, step_of_two)
-    for told in results:
-        assert told == results[0]
-    replicas, streams, sums = results[0]
-    assert "the mean loss is nan (nan for micro-batch 3 at stage 1 on rank 1 of replica 1)." in replicas
-    assert "nan for micro-batch 3 at stage 7 on rank 0" in streams
-    assert "nan for micro-batch 2 at stage 3 on rank 3" in streams
-    assert "the mean loss is inf (each micro-batch's is finite, but their sum is not)." in sums

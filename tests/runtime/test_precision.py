@@ -13,7 +13,7 @@ from support.meshed import Case, assert_trains_as_unsplit, plan_of, sharded
 from support.networks import StepResult, chain, clear, cleared_step, gradients_of, loss_fn, refusal
 from support.odd_stages import Calls
 from support.parallel_modules import GatheredLayer, ParallelLayer
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 NUM_MICROBATCHES, ROWS, WIDTH = 6, 4, 8
 Dtype = torch.dtype | None  # of autocast; None: off
@@ -102,9 +102,9 @@ def test_autocast(pool: Pool) -> None:
             torch.testing.assert_close(found, serial.gradients, rtol=0, atol=0)
 
 
-def a_loop_inside_of_autocast(rank: int, plan: Plan) -> tuple[list[float], list[float]]:
-    stages = make_stages(plan.num_stages)
-    with Pipeline(stages, plan, loss_fn) as pipeline, autocast(torch.bfloat16):
+@on_ranks(2)
+def test_weights_that_autocast_has_cached_do_not_outlive_a_step(rank: int) -> None:
+    with Pipeline(make_stages(2), plan_for("1f1b", 2), loss_fn) as pipeline, autocast(torch.bfloat16):
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
         losses, evaluated = [], []
         for seed in range(3):
@@ -112,18 +112,12 @@ def a_loop_inside_of_autocast(rank: int, plan: Plan) -> tuple[list[float], list[
             losses.append(pipeline.step(*batch_of(seed)))
             optimizer.step()
             optimizer.zero_grad()
-    return losses, evaluated
-
-
-def test_weights_that_autocast_has_cached_do_not_outlive_a_step(pool: Pool) -> None:
-    by_rank = pool.run(2, a_loop_inside_of_autocast, plan_for("1f1b", 2))
     stages, expected = make_stages(2), []
     optimizer = torch.optim.SGD([p for _, p in stages.named_parameters()], lr=0.5)
     for seed in range(3):
         expected.append(serial_step(stages, batch_of(seed), torch.bfloat16).loss)
         optimizer.step()
-    for losses, evaluated in by_rank:
-        assert losses == evaluated == pytest.approx(expected, rel=1e-15)
+    assert losses == evaluated == pytest.approx(expected, rel=1e-15)
 
 
 BROKEN = 6  # the step in which one weight's gradient is made infinite
@@ -142,26 +136,24 @@ def break_one_gradient(stages: Stages, step: list[int]) -> None:
     weight.register_hook(lambda g: torch.full_like(g, torch.inf) if step[0] == BROKEN else g)
 
 
-def accumulate_scaled(rank: int, plan: Plan) -> list[Any]:
+@on_ranks(3)
+def test_the_last_step_of_a_round_decides_for_all_of_it(rank: int) -> None:
     """Two steps, of which the first makes an infinite gradient on rank 0, and one that does not look at it."""
     stages, step = stages_to_scale(), [BROKEN]
     break_one_gradient(stages, step)
     scaler, seen = torch.amp.GradScaler("cpu", init_scale=8.0), []
-    with Pipeline(stages, plan, loss_fn) as pipeline:
+    with Pipeline(stages, plan_for("1f1b", 3), loss_fn) as pipeline:
         for step[0], sync in ((BROKEN, False), (0, True)):
             pipeline.step(*batch_of(0), scale=0.5, sync=sync, scaler=scaler)
             finite = all(bool(p.grad.isfinite().all()) for p in pipeline.parameters() if p.grad is not None)
             seen.append((scaler.get_scale(), finite))
         scaler.update()
-        return [*seen, scaler.get_scale()]
-
-
-def test_the_last_step_of_a_round_decides_for_all_of_it(pool: Pool) -> None:
-    plan = plan_for("1f1b", 3)
-    first, second, third = pool.run(3, accumulate_scaled, plan)
-    assert first == [(8.0, True), (8.0, False), 4.0]
-    assert second == [(8.0, False), (8.0, False), 4.0]
-    assert third == [(8.0, True), (8.0, True), 4.0]  # no gradients
+        expected = [
+            [(8.0, True), (8.0, False), 4.0],
+            [(8.0, False), (8.0, False), 4.0],
+            [(8.0, True), (8.0, True), 4.0],  # no gradients
+        ]
+        assert [*seen, scaler.get_scale()] == expected[rank]
 
 
 def what_is_told(rank: int, plan: Plan, case: str) -> str:

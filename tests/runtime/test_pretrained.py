@@ -144,9 +144,7 @@ def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     tensors = safetensors.torch.load_file(file)
     tensors["model.layers.1.mlp.experts.1.up_proj.weight"] = torch.zeros(3, 3)
     safetensors.torch.save_file(tensors, file)
-    with pytest.raises(
-        FormatError, match=r"cannot make model.layers.1.mlp.experts.gate_up_proj of .*RuntimeError: stack"
-    ):
+    with pytest.raises(FormatError, match=r"make model.layers.1.mlp.experts.gate_up_proj of .*RuntimeError: stack"):
         rota.load_pretrained(to_load(RENAMED["olmoe"]), [0], tmp_path)
 
 

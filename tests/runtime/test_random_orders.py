@@ -11,7 +11,7 @@ from rota import Plan, Stages
 from support.networks import assert_as_unsplit, batch_of, graph_of_layers
 from support.pool import Pool
 from support.random_plans import random_plan, with_random_wires
-from support.sampling import some
+from support.sampling import some, swept
 
 NUM_PLANS = int(os.environ.get("ROTA_RANDOM_PLANS", some(40)))  # for each number of ranks; `make fuzz` runs more
 AT_ONCE = 100  # in one job of the pool
@@ -39,9 +39,7 @@ def random_case(seed: int, num_ranks: int) -> tuple[Stages, Plan, list[Any]]:
     return stages, plan, [batch_of(plan.num_microbatches, seed) for seed in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [pytest.param(2, marks=pytest.mark.sweep), 3, pytest.param(4, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("num_ranks", [swept(2), 3, swept(4)])
 def test_random_orders(pool: Pool, num_ranks: int) -> None:
     for first in range(0, NUM_PLANS, AT_ONCE):
         run_and_compare(pool, num_ranks, range(first, min(first + AT_ONCE, NUM_PLANS)))

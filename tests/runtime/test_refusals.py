@@ -48,7 +48,7 @@ from support.networks import (
     serial_step,
 )
 from support.odd_stages import Calls
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 from support.random_plans import random_plan
 
 NUM_RANKS = 3
@@ -114,11 +114,6 @@ def test_every_rank_refuses_and_can_go_on(pool: Pool) -> None:
     assert_equal_steps(steps, serial_step(chain(3), *batch))
 
 
-def other_plan_on(rank: int, odd_rank: int, plan: Plan, odd_plan: Plan) -> str:
-    (told,) = try_each(rank, [(chain(plan.num_stages), odd_plan if rank == odd_rank else plan)])
-    return told
-
-
 OTHER_PLANS = {
     "order": gpipe(PLAN.placement, 4),
     "times alone": one_f_one_b(place(Costs.uniform(NUM_RANKS, 7), Cluster.uniform(NUM_RANKS)), 4),
@@ -127,23 +122,20 @@ OTHER_PLANS = {
 
 
 @pytest.mark.parametrize(("other", "odd_rank"), [*zip(OTHER_PLANS, (0, 2, 1), strict=True)])
-def test_another_plan_on_one_rank_is_told_on_all(pool: Pool, other: str, odd_rank: int) -> None:
-    for told in pool.run(NUM_RANKS, other_plan_on, odd_rank, PLAN, OTHER_PLANS[other]):
-        assert told.startswith("PipelineError: rank "), told
-        assert "has a different plan from rank 0; give all ranks the same plan" in told
+@on_ranks(NUM_RANKS)
+def test_another_plan_on_one_rank_is_told_on_all(rank: int, other: str, odd_rank: int) -> None:
+    (told,) = try_each(rank, [(chain(PLAN.num_stages), OTHER_PLANS[other] if rank == odd_rank else PLAN)])
+    assert told.startswith("PipelineError: rank "), told
+    assert "has a different plan from rank 0; give all ranks the same plan" in told
 
 
-def other_stages_on(rank: int, odd_rank: int, plan: Plan) -> str:
+@on_ranks(NUM_RANKS)
+def test_stages_joined_otherwise_on_one_rank_are_told_on_all(rank: int) -> None:
     """There the last stage reads the step's inputs, beside what comes from the stage before it."""
-    layers = chain(plan.num_stages).modules
-    odd = Stages(layers, inputs={0: 0, plan.num_stages - 1: 0})
-    (told,) = try_each(rank, [(odd if rank == odd_rank else Stages(layers), plan)])
-    return told
-
-
-def test_stages_joined_otherwise_on_one_rank_are_told_on_all(pool: Pool) -> None:
-    for told in pool.run(NUM_RANKS, other_stages_on, 1, PLAN):
-        assert "PipelineError: rank 1 has a different graph of stages from rank 0; give all ranks the same" in told
+    layers = chain(PLAN.num_stages).modules
+    odd = Stages(layers, inputs={0: 0, PLAN.num_stages - 1: 0})
+    (told,) = try_each(rank, [(odd if rank == 1 else Stages(layers), PLAN)])
+    assert "PipelineError: rank 1 has a different graph of stages from rank 0; give all ranks the same" in told
 
 
 def test_other_number_of_processes(pool: Pool) -> None:
@@ -231,7 +223,9 @@ def test_all_ranks_hear_of_different_calls_and_can_go_on(pool: Pool) -> None:
     assert_equal_steps([result for *_, result in results], serial_step(chain(3), *BATCH))
 
 
-def other_scale(rank: int) -> list[str]:
+@on_ranks(4)
+def test_ranks_of_a_pipeline_have_one_scale(rank: int) -> None:
+    """Replicas may differ: it is how their batches are weighted."""
     told = []
     with Pipeline(chain(2), plan_for(2), loss_fn, mesh=rota.mesh(pp=2, dp=2), check_data="never") as pipeline:
         for scale in (0.5 if dist.get_rank() == 3 else 1.0, 1.0 if pipeline.replica else 0.5):
@@ -240,13 +234,7 @@ def other_scale(rank: int) -> list[str]:
                 told.append("")
             except PipelineError as error:
                 told.append(str(error))
-    return told
-
-
-def test_ranks_of_a_pipeline_have_one_scale(pool: Pool) -> None:
-    """Replicas may differ: it is how their batches are weighted."""
-    for told in pool.run(4, other_scale):
-        assert told == ["rank 0 of replica 1 gave step scale=1, rank 1 of replica 1 0.5; give all ranks the same", ""]
+    assert told == ["rank 0 of replica 1 gave step scale=1, rank 1 of replica 1 0.5; give all ranks the same", ""]
 
 
 # --- values that a stage does not take, graphs that several micro-batches share ---------------------------------------
@@ -287,17 +275,14 @@ def test_graphs_that_micro_batches_share(pool: Pool, schedule: Callable[..., rot
     assert "keep tensor.detach() where stage 0 keeps a tensor" in of_state
 
 
-def _tuple(_: int) -> str:
+@on_ranks(1)
+def test_a_tuple_is_one_argument(rank: int) -> None:
     plan = gpipe(rota.place(Costs.uniform(2), Cluster.uniform(1), [0, 0]), 2)
     stages = Stages([Calls(lambda s, x: (s.linear(x), x), linear=nn.Linear(4, 4)), Unpacked()])
     with pytest.raises(PipelineError, match="a tuple that a stage returns is one argument"):
         stages.run(torch.randn(4, 4))
     with rota.Pipeline(stages, plan, nn.functional.mse_loss) as pipeline:
-        return refusal(pipeline.step, torch.randn(4, 4), torch.randn(4, 4))
-
-
-def test_a_tuple_is_one_argument(pool: Pool) -> None:
-    message = pool.run(1, _tuple)[0]
+        message = refusal(pipeline.step, torch.randn(4, 4), torch.randn(4, 4))
     assert "stage 1 (Unpacked) is called with what stage 0 returns, which its forward does not take" in message
     assert "missing a required argument: 'b'" in message
     assert "unpack it in the forward: a, b = values" in message
@@ -361,10 +346,7 @@ def backward_on_fewer() -> Plan:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (
-            with_task("0B", Kind.W),
-            "stage 0 has F B W tasks; a stage that trains has F, R if it recomputes, and B or both",
-        ),
+        (with_task("0B", Kind.W), "stage 0 has F B W tasks; a stage that trains has F, R if it recomputes, and B or"),
         (with_task("1B", Kind.I), "stage 1 has F B I tasks"),
         (forward_alone(), "stage 0 has F tasks; .* in one plan either all stages train or none"),
         (recomputed_late(), "lacks the edge 1R → 1B"),

@@ -29,7 +29,7 @@ from rota.runtime.gradients.chunks import length_of, refuse_other_than_whole
 from support.core_strategies import Chooser, deal, linear_extension
 from support.networks import StepResult, assert_equal_steps, clear, cleared_step, gradients_of
 from support.odd_stages import Calls
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 from support.text_models import WIDTH, WORDS, Attention, Words, gpt_stages, summed_loss, tokens
 
 ROWS, LENGTH = 3, 13
@@ -119,25 +119,22 @@ def test_plans_per_step_of_replicas_that_have_other_chunks(pool: Pool, dp: int, 
         assert all(abs(of_process[i][1] - whole.loss) < 1e-10 for of_process in by_process)
 
 
-def verified(rank: int, plan: Plan) -> list[Any]:
-    """Whether verify finds the pipeline equal to the same model and to another one, and how outputs differ."""
-    found = []
+@on_ranks(2)
+def test_verify_compares_whole_samples(rank: int) -> None:
+    """The same model and another one."""
+    samples, found = (0, 0, 0, 1, 1, 2), []
+    plan = schedules.seq1f1b(placement(2, samples), len(samples))
     with Pipeline(gpt_stages(2), plan, summed_loss) as pipeline:
         for stages in (gpt_stages(2), gpt_stages(2, is_causal=False)):
             batch = tokens(2 * ROWS, LENGTH)
             pipeline.stages.unsplit = Unsplit(stages)
             report = rota.verify(pipeline, *batch)
             found.append((report.exact, [each.output_difference for each in report.comparisons]))
-    return found
-
-
-def test_verify_compares_whole_samples(pool: Pool) -> None:
-    samples = (0, 0, 0, 1, 1, 2)
-    for good, bad in pool.run(2, verified, schedules.seq1f1b(placement(2, samples), len(samples))):
-        assert good[0]
-        assert all(difference is not None and difference < 1e-4 for difference in good[1])
-        assert not bad[0]
-        assert bad[1][0] > 1e-4
+    good, bad = found
+    assert good[0]
+    assert all(difference is not None and difference < 1e-4 for difference in good[1])
+    assert not bad[0]
+    assert bad[1][0] > 1e-4
 
 
 def in_place(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -159,8 +156,9 @@ def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return summed_loss(output, targets)[0] / targets.numel()
 
 
-def refused(rank: int) -> list[str]:
-    """What each wrong model, loss and batch is told, on a rank alone."""
+@on_ranks(1)
+def test_what_would_not_be_exact_is_refused(rank: int) -> None:
+    """Wrong models, losses and batches, on a rank alone."""
     plan, told = schedules.seq1f1b(placement(1, (0, 0, 0, 1, 1, 1)), 6), []
     inputs, targets = tokens(2, 9)
 
@@ -189,7 +187,16 @@ def refused(rank: int) -> list[str]:
             told.append(str(error))
         else:
             told.append("")
-    return told
+    unlike = "computes something else for two chunks of a sample than for both at once"
+    expected = [unlike, unlike, "", "writes into what it gave", "equally often for every chunk"]
+    expected += ["called in a backward, as blocks in torch.utils.checkpoint do"] * 2
+    expected += ["the loss of a chunk is a mean", "has 1 rows for 2 samples", "shapes [1, 2], which are not cut into 3"]
+    expected += ["targets has tensors of shapes [1]", ""]  # dropout draws for each chunk, and is left out of the check
+    for found, message in zip(told, expected, strict=True):
+        assert message in found
+    assert told[-1] == ""
+    with pytest.raises(PipelineError, match="no tensor of shape"):
+        length_of([torch.zeros(3)], "stage 0")
 
 
 def masked(by_length: bool, _: Any, x: torch.Tensor) -> torch.Tensor:
@@ -204,20 +211,6 @@ def test_infinite_outputs_of_chunks_are_compared() -> None:
     refuse_other_than_whole(Calls(partial(masked, False)), "stage 0", *chunks)
     with pytest.raises(PipelineError, match="computes something else for two chunks"):
         refuse_other_than_whole(Calls(partial(masked, True)), "stage 0", *chunks)
-
-
-def test_what_would_not_be_exact_is_refused(pool: Pool) -> None:
-    (told,) = pool.run(1, refused)
-    unlike = "computes something else for two chunks of a sample than for both at once"
-    expected = [unlike, unlike, "", "writes into what it gave", "equally often for every chunk"]
-    expected += ["called in a backward, as blocks in torch.utils.checkpoint do"] * 2
-    expected += ["the loss of a chunk is a mean", "has 1 rows for 2 samples", "shapes [1, 2], which are not cut into 3"]
-    expected += ["targets has tensors of shapes [1]", ""]  # dropout draws for each chunk, and is left out of the check
-    for found, message in zip(told, expected, strict=True):
-        assert message in found
-    assert told[-1] == ""
-    with pytest.raises(PipelineError, match="no tensor of shape"):
-        length_of([torch.zeros(3)], "stage 0")
 
 
 def watched(rank: int, plan: Plan, length: int) -> int:

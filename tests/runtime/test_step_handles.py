@@ -15,7 +15,7 @@ from rota import Pipeline, StepHandle
 from rota.runtime.execution import forwards_of
 from runtime.test_nonfinite_loss import batch_with
 from support.networks import batch_of, chain, clear, loss_fn, plan_for, refusal, stages_of
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 N = 4
 APPLIED = "After begin_step the gradients of this step may have been applied already"
@@ -150,7 +150,9 @@ def test_handles_tell_what_steps_would_have_raised(pool: Pool) -> None:
     assert "the ranks of the last stage say for which micro-batches" in by_rank[0][0]
 
 
-def nobody_waits(rank: int, then: str) -> str:
+@pytest.mark.parametrize("then", ["close", "step", "waiting step", "evaluate"])
+@on_ranks(2)
+def test_what_nobody_waits_for_is_raised_all_the_same(rank: int, then: str) -> None:
     """A step is refused, and nobody asks its handle."""
 
     def run() -> None:
@@ -161,14 +163,9 @@ def nobody_waits(rank: int, then: str) -> str:
                 calls = {"step": pipeline.begin_step, "waiting step": pipeline.step, "evaluate": pipeline.evaluate}
                 calls[then](*batch_of(N))
 
-    return refusal(run)
-
-
-@pytest.mark.parametrize("then", ["close", "step", "waiting step", "evaluate"])
-def test_what_nobody_waits_for_is_raised_all_the_same(pool: Pool, then: str) -> None:
-    for message in pool.run(2, nobody_waits, then):
-        assert message.startswith("step 2: the mean loss is nan")
-        assert APPLIED in message
+    message = refusal(run)
+    assert message.startswith("step 2: the mean loss is nan")
+    assert APPLIED in message
 
 
 def only_one_waits(rank: int) -> str:

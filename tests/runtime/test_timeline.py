@@ -13,7 +13,7 @@ from rota import Cluster, Costs, Kind, Op, Pipeline, Plan, Stages, Timeline, com
 from rota.runtime import process_group
 from rota.schedules import NAMED, gpipe
 from support.networks import Layer, batch_of, chain, graph_of_layers, loss_fn, refusal
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 from support.random_plans import random_plan
 from support.sampling import some
 
@@ -143,17 +143,14 @@ def test_each_span_holds_what_its_op_did_and_takes_no_less_than_that(pool: Pool)
         assert row.median_us >= row.planned_us - 1
 
 
-def ask_too_early_and_too_late(rank: int, plan: Plan) -> list[str]:
-    with Pipeline(chain(plan.num_stages), plan, loss_fn) as pipeline:
-        too_early = refusal(pipeline.timeline)
-    return [too_early, refusal(pipeline.timeline)]
-
-
-def test_no_timeline_before_a_step_nor_after_close(pool: Pool) -> None:
+@on_ranks(NUM_RANKS)
+def test_no_timeline_before_a_step_nor_after_close(rank: int) -> None:
     """On a rank that has nothing to do neither, or it would wait for the others."""
     plan = gpipe(place(Costs.uniform(3), Cluster.uniform(3), [2, 1, 2]), 2)
     told = "there is no timeline: ask for it after a step that ran to its end, and before close"
-    assert pool.run(NUM_RANKS, ask_too_early_and_too_late, plan) == [[told, told]] * NUM_RANKS
+    with Pipeline(chain(plan.num_stages), plan, loss_fn) as pipeline:
+        assert refusal(pipeline.timeline) == told
+    assert refusal(pipeline.timeline) == told
 
 
 ROUNDS = 20

@@ -8,7 +8,7 @@ import torch
 
 from rota import Cluster, Costs, Pipeline, Plan, Stages, place
 from rota.schedules import forward_only, one_f_one_b
-from support.networks import batch_of, chain, loss_fn, plan_for, refusal, serial_step
+from support.networks import batch_of, chain, loss_fn, plan_for, serial_step
 from support.pool import Pool
 
 
@@ -76,16 +76,3 @@ def test_training_and_evaluation_take_turns(pool: Pool) -> None:
         expected.append(loss_fn(serial.run(batch[0]), batch[1]).item())
     for losses in by_rank:
         assert losses == pytest.approx(expected, abs=1e-10)
-
-
-def a_target_is_missing(rank: int, stages: Stages, plan: Plan, x: Any, targets: list[Any]) -> str:
-    with Pipeline(stages, plan, loss_fn) as pipeline:
-        told = refusal(pipeline.step, None, [*targets[:2], None, targets[3]]) if rank == 1 else ""
-        pipeline.step(x if rank == 0 else None, targets if rank == 1 else None)
-        return told
-
-
-def test_no_microbatch_goes_without_its_target(pool: Pool) -> None:
-    x, targets = batch_of(4)
-    told = pool.run(2, a_target_is_missing, chain(2), plan_for(2), x, [*targets.chunk(4)])
-    assert "rank 1 holds the last stage, but got targets[2] = None" in told[1]

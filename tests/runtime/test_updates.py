@@ -13,7 +13,7 @@ from rota import Cluster, Costs, Pipeline, PipelineError, Stages, place
 from rota.runtime.updates import Report, Updates
 from rota.schedules import gpipe
 from support.networks import WIDTH, batch_of, loss_fn
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 PLAN = gpipe(place(Costs.uniform(2), Cluster.uniform(2)), 2)
 BATCH = batch_of(4)
@@ -205,16 +205,18 @@ def leave_alone(_: Pipeline) -> None:
     pass
 
 
-def update_on_some_ranks(rank: int) -> list[tuple[int, str]]:
+@on_ranks(2)
+def test_an_update_on_some_ranks_only_is_refused_on_all(rank: int) -> None:
     """Never on rank 1; not after step 2 on rank 0; and accumulated, frozen or skipped alike."""
-    found = []
     for fused in (False, True):
-        found += [
-            steps_of(leave_alone, own if rank == 0 else lambda _: [torch.ones(1, requires_grad=True)], 4, fused=fused),
-            steps_of(leave_alone, own, 4, skipped=2 if rank == 0 else None, fused=fused),
-            steps_of(leave_alone, own, 4, skipped=1, fused=fused),
-        ]
-    return found
+        parameters = own if rank == 0 else lambda _: [torch.ones(1, requires_grad=True)]
+        last, told = steps_of(leave_alone, parameters, 4, fused=fused)
+        assert last == 1
+        assert told.startswith("Adam.step() was called on rank 1, but this optimizer has none")
+        last, told = steps_of(leave_alone, own, 4, skipped=2 if rank == 0 else None, fused=fused)
+        assert last == 3
+        assert told.startswith("since the last step, the weights of rank 1 have been updated, but not those of rank 0")
+        assert steps_of(leave_alone, own, 4, skipped=1, fused=fused) == (4, "")
 
 
 def accumulate(rank: int) -> list[float]:
@@ -236,34 +238,13 @@ def accumulate(rank: int) -> list[float]:
     return losses
 
 
-def train_wrongly(rank: int) -> list[tuple[int, str]]:
-    return [
-        steps_of(leave_alone, lambda _: make_stages()[rank].parameters(), 4),
-        steps_of(lambda p: p.clip_grad_norm_(1e-3), own, 4),
-        steps_of(leave_alone, own, 4),
-    ]
-
-
-def test_mistakes_of_a_loop_are_refused_on_all_ranks(pool: Pool) -> None:
-    by_rank = pool.run(2, train_wrongly)
-    assert by_rank[0] == by_rank[1]
-    (idle, refusal), *right = by_rank[0]
+@on_ranks(2)
+def test_mistakes_of_a_loop_are_refused_on_all_ranks(rank: int) -> None:
+    idle, refusal = steps_of(leave_alone, lambda _: make_stages()[rank].parameters(), 4)
     assert idle == 1
     assert refusal.startswith("Adam.step() was called on rank 0, but this optimizer has none of the weights of this ")
-    assert right == [(4, "")] * 2
-
-
-def test_an_update_on_some_ranks_only_is_refused_on_all(pool: Pool) -> None:
-    by_rank = pool.run(2, update_on_some_ranks)
-    assert by_rank[0] == by_rank[1]
-    for never, skipped, alike in (by_rank[0][:3], by_rank[0][3:]):
-        assert never[0] == 1
-        assert never[1].startswith("Adam.step() was called on rank 1, but this optimizer has none")
-        assert skipped[0] == 3
-        assert skipped[1].startswith(
-            "since the last step, the weights of rank 1 have been updated, but not those of rank 0"
-        )
-        assert alike == (4, "")
+    assert steps_of(lambda p: p.clip_grad_norm_(1e-3), own, 4) == (4, "")
+    assert steps_of(leave_alone, own, 4) == (4, "")
 
 
 def test_rounds_frozen_ranks_and_evaluations_are_right(pool: Pool) -> None:

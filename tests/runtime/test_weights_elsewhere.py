@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rota
 from rota import Cluster, Costs, PipelineError, Plan, Stages
-from support.pool import Pool
+from support.pool import on_ranks
 
 IDS = torch.arange(8).reshape(4, 2)
 GONE = r"was freed when the Pipeline was made.* rota.gather_weights\(pipeline\), or make another model"
@@ -44,7 +44,9 @@ def trained(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch
     return model.state_dict()
 
 
-def _train_and_save(rank: int, tied: bool, folder: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(2)
+def test_the_whole_model_is_gathered_and_saved_for_transformers(rank: int, tmp_path: Path, tied: bool) -> None:
     batch = {"input_ids": IDS, "labels": IDS}
     model = llama(tied=tied)
     unsplit, other = copy.deepcopy(model), copy.deepcopy(model)
@@ -55,7 +57,7 @@ def _train_and_save(rank: int, tied: bool, folder: Path) -> None:
         pipeline.step(batch)
         optimizer.step()
         loss = pipeline.evaluate(batch)
-        for use in (lambda: model(**batch), lambda: model.generate(IDS), lambda: model.save_pretrained(folder)):
+        for use in (lambda: model(**batch), lambda: model.generate(IDS), lambda: model.save_pretrained(tmp_path)):
             with pytest.raises(PipelineError, match=GONE):
                 use()
         with pytest.raises(PipelineError, match=GONE):
@@ -72,15 +74,10 @@ def _train_and_save(rank: int, tied: bool, folder: Path) -> None:
     for name, value in expected.items():
         assert (weights[name] - value).abs().max() < 1e-10
     other.load_state_dict(weights)
-    model.save_pretrained(folder, state_dict=weights)
-    for whole in (other, LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)):
+    model.save_pretrained(tmp_path, state_dict=weights)
+    for whole in (other, LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)):
         assert whole(**batch).loss.item() == pytest.approx(loss, abs=1e-10)
         assert whole.generate(IDS, max_new_tokens=2).shape == (4, 4)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_whole_model_is_gathered_and_saved_for_transformers(pool: Pool, tmp_path: Path, tied: bool) -> None:
-    pool.run(2, _train_and_save, tied, tmp_path)
 
 
 class Marked(nn.Module):
@@ -95,7 +92,8 @@ class Marked(nn.Module):
         return found
 
 
-def _free(rank: int) -> None:
+@on_ranks(2)
+def test_weights_of_other_ranks_are_freed_and_refused(rank: int) -> None:
     plan = two_ranks()
     for model in (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Marked()):
         stages = rota.split(model, 2, example=torch.randn(1, 2, 4))
@@ -113,11 +111,8 @@ def _free(rank: int) -> None:
             rota.Pipeline(stages, back, nn.functional.mse_loss)
 
 
-def test_weights_of_other_ranks_are_freed_and_refused(pool: Pool) -> None:
-    pool.run(2, _free)
-
-
-def _keep_all(rank: int) -> None:
+@on_ranks(2)
+def test_nothing_is_freed_where_a_rank_has_all_stages_or_they_are_made_by_hand(rank: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     placement = rota.bidirectional(Costs.uniform(2), Cluster.uniform(2))
     with rota.Pipeline(rota.split(model, 2), rota.schedules.gpipe(placement, 2), nn.functional.mse_loss) as pipeline:
@@ -128,7 +123,3 @@ def _keep_all(rank: int) -> None:
     with rota.Pipeline(Stages(model), two_ranks(), nn.functional.mse_loss) as pipeline:
         assert len(rota.gather_weights(pipeline)) == (0 if rank else 4)
         assert len(model.state_dict()) == 4
-
-
-def test_nothing_is_freed_where_a_rank_has_all_stages_or_they_are_made_by_hand(pool: Pool) -> None:
-    pool.run(2, _keep_all)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,6 @@ def train(rank: int, setup: Setup, folder: Path, fault: Fault | None = None) -> 
     return losses
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 def prepare(fault: Fault, pipeline: Pipeline, stages: Stages) -> None:
     """Let it happen at its moment."""
     act = _ACTS[fault.how] if fault.victim == fault.process else partial(_kill_process, fault.victim)
@@ -131,7 +129,7 @@ def _raises(error: BaseException) -> Callable[..., Any]:
     return act
 
 
-def _kill_process(process: int) -> None:
+def _kill_process(process: int, *_: object, **__: object) -> None:
     """Another one, when it waits for this one."""
     time.sleep(0.3)
     os.kill(int(Path(f"pid{process}").read_text()), signal.SIGKILL)
@@ -173,47 +171,29 @@ def _in_third_backward(pipeline: Pipeline, stage: nn.Module, act: Callable[[], A
     stage.register_forward_hook(watch)
 
 
-def _in_loss(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
-    pipeline._engine.compute._loss_fn = lambda *_: act()
-
-
 def _in_reduction(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
     """It was begun, and is not waited for yet."""
     (all_reduce,) = pipeline._engine.gradients._all_reduces.values()
     all_reduce.finish = act  # type: ignore[method-assign]
 
 
-def _in_losses(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
-    """All micro-batches' losses are there, and are not added up over the ranks yet."""
-    pipeline._engine.step_results._totals = act  # type: ignore[assignment]
-
-
-def _in(name: str) -> Callable[[Pipeline, nn.Module, Callable[[], Any]], None]:
-    return lambda pipeline, _, act: setattr(pipeline, name, act)
-
-
-def _in_write(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
-    checkpoints_room.write_file = act
-
-
-def _in_publish(pipeline: Pipeline, stage: nn.Module, act: Callable[[], Any]) -> None:
-    checkpoint_folder.publish = act
+def _in(path: str) -> Callable[[Pipeline, nn.Module, Callable[[], Any]], None]:
+    """In the call of what the pipeline has at this path."""
+    holder, _, name = path.rpartition(".")
+    return lambda pipeline, _, act: setattr(attrgetter(holder)(pipeline) if holder else pipeline, name, act)
 
 
 _MOMENTS: dict[str, Callable[[Pipeline, nn.Module, Callable[[], Any]], None]] = {
     "between steps": lambda pipeline, stage, act: act(),
     "forward": _in_third_forward,
     "backward": _in_third_backward,
-    "loss": _in_loss,
-    "losses": _in_losses,
+    "loss": _in("_engine.compute._loss_fn"),
+    "losses": _in("_engine.step_results._totals"),  # all micro-batches' are there, not added up over the ranks yet
     "reduction": _in_reduction,
     "clip": _in("clip_grad_norm_"),
-    "write": _in_write,
-    "publish": _in_publish,
+    "write": lambda pipeline, stage, act: setattr(checkpoints_room, "write_file", act),
+    "publish": lambda pipeline, stage, act: setattr(checkpoint_folder, "publish", act),
 }
-
-
-# --- what must come of it ---------------------------------------------------------------------------------------------
 
 
 def suffer(folder: Path, setup: Setup, fault: Fault) -> list[Ended]:
@@ -226,6 +206,14 @@ def suffer(folder: Path, setup: Setup, fault: Fault) -> list[Ended]:
     assert processes_in(folder) == []
     assert {each.stderr.count("rota: no progress") for each in ended} <= {0, 1}
     return ended
+
+
+def until(condition: Callable[[], bool], limit_s: float = 200) -> bool:
+    """Whether it holds in the end, at the latest when the limit is over."""
+    end_s = time.monotonic() + limit_s
+    while not (holds := condition()) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return holds
 
 
 def processes_in(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,11 @@ LEFT_OUT = Path(__file__).parents[1] / "left_out.txt"
 def some(number: int) -> int:
     """Of so many drawn cases a quarter, and five or more; all of them in `make test-sweep`."""
     return number if IS_WHOLE else min(number, max(number // 4, 5))
+
+
+def swept(*values: Any) -> Any:
+    """Parameters with which a test is part of the sweep alone."""
+    return pytest.param(*values, marks=pytest.mark.sweep)
 
 
 def microbatches(num_ranks: int) -> list[int]:

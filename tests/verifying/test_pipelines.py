@@ -13,7 +13,7 @@ from torch.nn import functional
 import rota
 from rota import Pipeline, Verification, bidirectional, place, split, verify
 from rota.schedules import NAMED
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 from verifying.test_copies import NotCopied
 from verifying.test_verify import WIDTH, Gated, sequential, sliding, summed, with_metrics
 
@@ -90,7 +90,8 @@ def test_what_is_not_exact_is_named_on_all_ranks(pool: Pool) -> None:
     assert found[0] == found[1]
 
 
-def sharded(rank: int) -> Verification:
+@on_ranks(4, renewed=True)
+def test_sharded_stages_and_ties_that_sharding_cuts(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     def make_model(is_tied: bool) -> nn.Module:
@@ -108,24 +109,18 @@ def sharded(rank: int) -> Verification:
         for stage in plan.placement.stages_on(mesh.get_local_rank("pp")):
             fully_shard(stages[stage], mesh=mesh["dp"])
         if is_tied:
-            with pytest.raises(
-                rota.PipelineError, match=r"0\.weight of stage 0 and 2\.weight of stage 1 were one weight"
-            ):
+            with pytest.raises(rota.PipelineError, match=r"0\.weight of stage 0 and 2\.weight of stage 1 were one"):
                 Pipeline(stages, plan, functional.mse_loss, mesh=mesh)
     stages.unsplit = make
     with Pipeline(stages, plan, functional.mse_loss, mesh=mesh) as pipeline:
         rows = slice(pipeline.replica, None, 2)
-        return verify(pipeline, x[rows], x[rows])
+        found = verify(pipeline, x[rows], x[rows])
+    assert found.exact, found.to_text()
+    assert any("own dtype only" in note for note in found.notes)
 
 
-def test_sharded_stages_and_ties_that_sharding_cuts(pool: Pool) -> None:
-    pool.renew()
-    for found in pool.run(4, sharded):
-        assert found.exact, found.to_text()
-        assert any("own dtype only" in note for note in found.notes)
-
-
-def failing(rank: int) -> str:
+@on_ranks(2)
+def test_an_error_on_the_first_process_reaches_all(rank: int) -> None:
     model, x = sequential()
     plan = NAMED["1f1b"](place(rota.Costs.uniform(2, 10, 20), rota.Cluster.uniform(2)), 2)
     with Pipeline(split(model, 2), plan, functional.mse_loss) as pipeline:
@@ -135,14 +130,9 @@ def failing(rank: int) -> str:
             (nn.Sequential(NotCopied(3, 3)), "this layer is not to be copied"),
         ):
             pipeline.stages.unsplit = unsplit
-            with pytest.raises(rota.PipelineError, match=message) as error:
+            with pytest.raises(rota.PipelineError, match=message):
                 verify(pipeline, x, torch.zeros(8, 4))
         pipeline.step(x, torch.zeros(8, 4))
-    return str(error.value)
-
-
-def test_an_error_on_the_first_process_reaches_all(pool: Pool) -> None:
-    assert all("not to be copied" in words for words in pool.run(2, failing))
 
 
 def with_uneven_replicas(rank: int, loss_fn: Any) -> tuple[Verification, float, dict[str, float], float]:

@@ -8,7 +8,7 @@ from rota import Pipeline, PipelineError, Stages
 from rota.runtime.device.choosing import Placed, describe_placed, device_at, placed_on, refuse_mixed
 from rota.runtime.device.protocol import HostDevice
 from support.networks import batch_of, chain, loss_fn, plan_for, serial_step
-from support.pool import Pool
+from support.pool import on_ranks
 
 
 def on_cuda(number: int, host: str = "a", unit: str = "") -> Placed:
@@ -60,7 +60,8 @@ def test_the_device_of_stages() -> None:
         assert "has no memory (it is on meta)" in describe_placed(stages, lambda stage=stage: [stage]).error  # type: ignore[misc]
 
 
-def step_under_another_default(rank: int) -> tuple[float, float]:
+@on_ranks(2)
+def test_a_default_device_of_another_type(rank: int) -> None:
     batch = batch_of(4)
     stages = chain(2)
     with torch.device("meta"), Pipeline(stages, plan_for(2), loss_fn) as pipeline:
@@ -69,9 +70,4 @@ def step_under_another_default(rank: int) -> tuple[float, float]:
         pipeline.evaluate(*batch)
         pipeline.timeline()
     assert losses[0] == losses[1]
-    return losses[0], serial_step(chain(2), *batch).loss
-
-
-def test_a_default_device_of_another_type(pool: Pool) -> None:
-    for loss, serial in pool.run(2, step_under_another_default):
-        assert abs(loss - serial) < 1e-10
+    assert abs(losses[0] - serial_step(chain(2), *batch).loss) < 1e-10

@@ -28,7 +28,7 @@ from support.faulty_stages import NUM_RANKS, Fails, break_on_purpose, plan_for, 
 from support.fresh import Ended, run_fresh
 from support.networks import Layer, batch_of, loss_fn
 from support.parallel_modules import GatheredLayer, ParallelLayer
-from support.pool import Pool
+from support.pool import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -177,8 +177,12 @@ def run_out_of_memory() -> None:
     raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
 
-def go_on_after_errors(rank: int) -> list[str]:
-    """What each call raises in a script that catches all of it. Without a time limit, only other ranks can end one."""
+@on_ranks(NUM_RANKS)
+def test_no_call_follows_one_that_failed_on_a_rank_alone(rank: int) -> None:
+    """In a script that catches all errors. The others, which wait for that rank in the middle of the step, learn of it.
+
+    Without a time limit, only other ranks can end one.
+    """
     message = []
     stages = stages_with(Fails(run_out_of_memory, "forward", 4 + 1), 1)  # in its second step
     with Pipeline(stages, plan_for(), loss_fn, timeout_s=math.inf) as pipeline:
@@ -189,7 +193,12 @@ def go_on_after_errors(rank: int) -> list[str]:
         message.append(error_of(pipeline.timeline))
         with pytest.raises(PipelineError, match="an earlier call failed"), pipeline.watching("metrics"):
             pass
-    return message
+    first, *later = message
+    lost = f"LostRankError: lost rank 1 while .+: the first error was that of rank 1: {MEMORY}"
+    assert first == MEMORY if rank == 1 else re.fullmatch(lost, first)
+    for message in later:
+        assert message.startswith(f"PipelineError: an earlier call failed on this rank ({first}), which ended")
+        assert message.endswith("start all ranks again from a checkpoint (rota run --max-restarts does so)")
 
 
 def error_of(call: Callable[..., Any], *arguments: Any) -> str:
@@ -198,21 +207,8 @@ def error_of(call: Callable[..., Any], *arguments: Any) -> str:
     return error_text(caught.value)
 
 
-def test_no_call_follows_one_that_failed_on_a_rank_alone(pool: Pool) -> None:
-    """The others, which wait for that rank in the middle of the step, learn of the error when it happens."""
-    for rank, (first, *later) in enumerate(pool.run(NUM_RANKS, go_on_after_errors)):
-        if rank == 1:
-            assert first == MEMORY
-        else:
-            assert re.fullmatch(
-                f"LostRankError: lost rank 1 while .+: the first error was that of rank 1: {MEMORY}", first
-            )
-        for message in later:
-            assert message.startswith(f"PipelineError: an earlier call failed on this rank ({first}), which ended")
-            assert message.endswith("start all ranks again from a checkpoint (rota run --max-restarts does so)")
-
-
-def go_on_after_refusals(rank: int) -> list[float]:
+@on_ranks(NUM_RANKS)
+def test_calls_follow_one_that_was_refused_on_all_ranks(rank: int) -> None:
     """What all ranks refuse together ends nothing."""
     losses = []
     plan = plan_for()
@@ -221,7 +217,7 @@ def go_on_after_refusals(rank: int) -> list[float]:
             with pytest.raises(PipelineError):
                 refused()
             losses.append(pipeline.step(*batch_of(4)))
-    return losses
+    assert losses[0] == losses[1]
 
 
 def nan_batch() -> tuple[Tensor, Tensor]:
@@ -229,38 +225,21 @@ def nan_batch() -> tuple[Tensor, Tensor]:
     return inputs, targets * math.nan
 
 
-def test_calls_follow_one_that_was_refused_on_all_ranks(pool: Pool) -> None:
-    for losses in pool.run(NUM_RANKS, go_on_after_refusals):
-        assert losses[0] == losses[1]
-
-
-def step_as_often(rank: int, num_steps: list[int], then: str) -> str:
-    with Pipeline(stages_with(Layer(), 0), plan_for(), loss_fn, timeout_s=math.inf) as pipeline:
-        try:
-            for _ in range(num_steps[rank]):
-                pipeline.step(*batch_of(4))
-            if then and rank != 1:
-                getattr(pipeline, then)(*{"clip_grad_norm_": (1.0,)}.get(then, ()))
-        except PipelineError as error:
-            return error_text(error)
-    return ""
-
-
 @pytest.mark.parametrize(
-    ("num_steps", "then", "doing"),
-    [
-        ([3, 2, 3], "", "waiting for the others to begin the step"),
-        ([2, 2, 2], "clip_grad_norm_", "adding up the gradients' norm"),
-    ],
+    ("then", "doing"), [("step", "waiting for the others to begin the step"), ("clip", "adding up the gradients' norm")]
 )
-def test_rank_that_runs_out_of_batches_is_not_lost(pool: Pool, num_steps: list[int], then: str, doing: str) -> None:
-    for rank, message in enumerate(pool.run(NUM_RANKS, step_as_often, num_steps, then)):
-        assert message == (
-            ""
-            if rank == 1
-            else f"LostRankError: rank 1 closed its pipeline without an error after 2 steps, but this rank goes on "
-            f"({doing}); give all ranks the same number of batches, and make the same calls on all"
-        )
+@on_ranks(NUM_RANKS)
+def test_rank_that_runs_out_of_batches_is_not_lost(rank: int, then: str, doing: str) -> None:
+    with Pipeline(stages_with(Layer(), 0), plan_for(), loss_fn, timeout_s=math.inf) as pipeline:
+        for _ in range(2):
+            pipeline.step(*batch_of(4))
+        if rank == 1:
+            return
+        message = error_of(pipeline.clip_grad_norm_, 1.0) if then == "clip" else error_of(pipeline.step, *batch_of(4))
+    assert message == (
+        f"LostRankError: rank 1 closed its pipeline without an error after 2 steps, but this rank goes on "
+        f"({doing}); give all ranks the same number of batches, and make the same calls on all"
+    )
 
 
 def lose_a_rank_after_another_has_ended(rank: int) -> None:

@@ -5,6 +5,7 @@ import faulthandler
 import math
 import re
 import time
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import ClassVar
@@ -209,11 +210,6 @@ def work_alone_after_the_others(rank: int) -> None:
             clock.let_pass(2000)
 
 
-def test_rank_that_goes_on_by_itself_after_the_others_have_ended_is_left_alone(tmp_path: Path) -> None:
-    for ended in run_fresh(tmp_path, NUM_RANKS, work_alone_after_the_others):
-        assert (ended.exit_code, ended.stderr) == (0, "")
-
-
 def work_in_another_pipeline(rank: int) -> None:
     clock = WatchClock()
     with Pipeline(stages_with(Layer(), 1), plan_for(), loss_fn, timeout_s=TIMEOUT_S) as idle:
@@ -223,8 +219,9 @@ def work_in_another_pipeline(rank: int) -> None:
             clock.let_pass(2000)
 
 
-def test_pipeline_is_not_idle_while_another_one_of_the_process_is_at_work(tmp_path: Path) -> None:
-    for ended in run_fresh(tmp_path, NUM_RANKS, work_in_another_pipeline):
+@pytest.mark.parametrize("work", [work_alone_after_the_others, work_in_another_pipeline])
+def test_rank_that_is_at_work_elsewhere_is_left_alone(tmp_path: Path, work: Callable[[int], None]) -> None:
+    for ended in run_fresh(tmp_path, NUM_RANKS, work):
         assert (ended.exit_code, ended.stderr) == (0, "")
 
 

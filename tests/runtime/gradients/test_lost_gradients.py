@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rota import Cluster, Costs, Pipeline, Plan, place
 from rota.schedules import NAMED
 from support.networks import assert_as_unsplit, batch_of, chain, gradients_of, loss_fn, refusal, stages_of
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 B, IW, R = Costs.uniform(3), Costs.uniform(3, weight_us=1), Costs.uniform(3, recompute_us=1)
 
@@ -79,35 +79,25 @@ def test_stages_that_nothing_trains(pool: Pool, costs: Costs) -> None:
 MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 
 
-def step_within(rank: int, plan: Plan, mode: str) -> str:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_step_where_no_gradients_are_made(rank: int, mode: str) -> None:
     stages = chain(3)
-    with Pipeline(stages, plan, loss_fn) as pipeline, MODES[mode]():
+    with Pipeline(stages, plan_for(B), loss_fn) as pipeline, MODES[mode]():
         message = refusal(pipeline.step, *batch_of(2))
     assert not gradients_of(stages, range(3))
-    return message
+    assert f"step runs under torch.{mode}(), but it makes gradients; leave that out, or use evaluate" in message
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_where_no_gradients_are_made(pool: Pool, mode: str) -> None:
-    for message in pool.run(2, step_within, plan_for(B), mode):
-        assert f"step runs under torch.{mode}(), but it makes gradients; leave that out, or use evaluate" in message
-
-
-def evaluate_within(rank: int, plan: Plan) -> list[float]:
+@on_ranks(2)
+def test_evaluating_needs_no_gradients(rank: int) -> None:
     """Losses that a step would refuse, as they have no gradient."""
     contexts: list[AbstractContextManager[Any]] = [nullcontext(), torch.no_grad(), torch.inference_mode()]
-    losses = []
-    with Pipeline(chain(3), plan, detached) as pipeline:
+    expected = loss_fn(chain(3).run(batch_of(2)[0]), batch_of(2)[1]).item()
+    with Pipeline(chain(3), plan_for(B), detached) as pipeline:
         for context in contexts:
             with context:
-                losses.append(pipeline.evaluate(*batch_of(2)))
-    return losses
-
-
-def test_evaluating_needs_no_gradients(pool: Pool) -> None:
-    expected = loss_fn(chain(3).run(batch_of(2)[0]), batch_of(2)[1]).item()
-    for losses in pool.run(2, evaluate_within, plan_for(B)):
-        assert losses == pytest.approx([expected] * 3, rel=1e-12)
+                assert pipeline.evaluate(*batch_of(2)) == pytest.approx(expected, rel=1e-12)
 
 
 def with_aside(linear: nn.Linear, x: Tensor, aside: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from rota.runtime.gradients.recompute import drawing_again, without_activations
 from rota.schedules import NAMED, chimera, forward_only, gpipe
 from support.networks import WIDTH, batch_of, gradients_of, loss_fn, plan_for, refusal
 from support.odd_stages import Calls
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 NUM_MICROBATCHES = 4
 
@@ -112,10 +112,6 @@ def test_each_copy_of_a_stage_is_recomputed(pool: Pool) -> None:
     assert [seen[3] for seen, _ in again] == [{0: 4, 3: 8}, {1: 8, 2: 4}]
 
 
-def what_is_told(rank: int, plan: Plan, recompute: Any) -> str:
-    return refusal(Pipeline, make_stages(2), plan, loss_fn, recompute=recompute)
-
-
 @pytest.mark.parametrize(
     ("recompute", "told"),
     [
@@ -125,9 +121,10 @@ def what_is_told(rank: int, plan: Plan, recompute: Any) -> str:
         ("all", "recompute='all'; say 'none', 'full' or give a list of stages"),
     ],
 )
-def test_what_is_refused(pool: Pool, recompute: Any, told: str) -> None:
+@on_ranks(1)
+def test_what_is_refused(rank: int, recompute: Any, told: str) -> None:
     plan = gpipe(place(Costs.uniform(2, recompute_us=(None, 10)), Cluster.uniform(1), [0, 0]), NUM_MICROBATCHES)
-    assert told in pool.run(1, what_is_told, plan, recompute)[0]
+    assert told in refusal(Pipeline, make_stages(2), plan, loss_fn, recompute=recompute)
 
 
 def forwards(rank: int, plan: Plan) -> int:

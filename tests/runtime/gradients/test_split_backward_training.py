@@ -13,7 +13,7 @@ from rota.schedules import NAMED
 from support.core_strategies import deal, linear_extension
 from support.networks import WIDTH, Layer, assert_as_unsplit, batch_of, chain
 from support.pool import Pool
-from support.sampling import IS_WHOLE
+from support.sampling import IS_WHOLE, swept
 
 SPLIT = ("zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "hanayo")
@@ -36,9 +36,7 @@ def test_no_family_is_left_out() -> None:
     assert {*SPLIT, *WHOLE, *OTHERS} == set(NAMED)
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [pytest.param(2, marks=pytest.mark.sweep), 3, pytest.param(4, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("num_ranks", [swept(2), 3, swept(4)])
 def test_families(pool: Pool, num_ranks: int) -> None:
     sizes = (2 * num_ranks, 3 * num_ranks) if IS_WHOLE else (2 * num_ranks,)
     plans = [plan_for(name, num_ranks, m) for name in SPLIT for m in sizes]

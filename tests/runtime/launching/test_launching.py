@@ -17,6 +17,7 @@ from rota.profiling.machine_links import links_of_started
 from rota.schedules import one_f_one_b
 from support import ROOT
 from support.faulty_training import processes_in
+from support.sampling import swept
 
 pytestmark = pytest.mark.dist
 
@@ -69,14 +70,7 @@ def listening(process: int) -> list[str]:
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        "",
-        pytest.param("torch.distributed.init_process_group('gloo')", marks=pytest.mark.sweep),
-        pytest.param("rota.mesh()", marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.parametrize("before", ["", swept("torch.distributed.init_process_group('gloo')"), swept("rota.mesh()")])
 def test_nothing_listens_beyond_loopback(tmp_path: Path, before: str) -> None:
     """Neither the launcher nor any rank, whoever makes the process group; and only this user enters the folder."""
     inside = (

@@ -21,7 +21,7 @@ from rota.runtime.launching.requests import Requests
 from rota.runtime.launching.run_folder import run_folder
 from rota.schedules import gpipe
 from support import ROOT
-from support.faulty_training import processes_in
+from support.faulty_training import processes_in, until
 
 pytestmark = pytest.mark.dist
 
@@ -100,10 +100,7 @@ def test_what_a_rank_forks_ends_with_the_run(tmp_path: Path, monkeypatch: pytest
     script = f"import os\nif not os.fork():\n    open('forked', 'w').close()\n    {SLEEP}"
     waits = "import os, time\nwhile not os.path.exists('forked'): time.sleep(0.01)"
     supervised(tmp_path, monkeypatch, script, waits)
-    deadline = time.monotonic() + 200  # the kernel takes a moment to end it
-    while others_in(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert others_in(tmp_path) == []
+    assert until(lambda: others_in(tmp_path) == [])  # the kernel takes a moment to end it
 
 
 def test_a_process_that_left_its_ranks_session_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,8 +317,4 @@ def test_nothing_is_left_of_a_killed_launcher(tmp_path: Path) -> None:
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
-    deadline = time.monotonic() + 200
-    while (processes_in(folder) or left_in(temporary)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert processes_in(folder) == []
-    assert left_in(temporary) == []
+    assert until(lambda: processes_in(folder) == left_in(temporary) == [])

@@ -12,7 +12,7 @@ from rota.schedules import NAMED
 from support.meshed import NUM_MICROBATCHES, Case, part_of, plan_of
 from support.networks import batch_of, chain, gradients_of, loss_fn, plan_for, refusal
 from support.odd_stages import Calls
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 
 def tied_chain() -> Stages:
@@ -187,18 +187,14 @@ def test_gradients_of_low_precision_can_be_added_up_in_float32(pool: Pool, dtype
     assert mean not in pool.run(4, added_up, dtype, None)
 
 
-def other_dtypes(rank: int) -> list[str]:
+@on_ranks(2)
+def test_dtypes_of_sums_that_differ_or_are_not_of_floats_are_refused(rank: int) -> None:
     stages, plan, mesh = chain(1), plan_for(1, "gpipe", 1), rota.mesh(pp=1, dp=2)
-    return [
-        refusal(Pipeline, stages, plan, loss_fn, mesh=mesh, reduce_dtype=reduce_dtype)
-        for reduce_dtype in (torch.float32 if rank else None, torch.int32)
-    ]
-
-
-def test_dtypes_of_sums_that_differ_or_are_not_of_floats_are_refused(pool: Pool) -> None:
-    for told in pool.run(2, other_dtypes):
-        assert "rank 1 has a different reduce_dtype from rank 0" in told[0]
-        assert "reduce_dtype is torch.int32; give a dtype of floats" in told[1]
+    for reduce_dtype, told in (
+        (torch.float32 if rank else None, "rank 1 has a different reduce_dtype from rank 0"),
+        (torch.int32, "reduce_dtype is torch.int32; give a dtype of floats"),
+    ):
+        assert told in refusal(Pipeline, stages, plan, loss_fn, mesh=mesh, reduce_dtype=reduce_dtype)
 
 
 def dropout_losses(rank: int, dp: int, tp: int) -> tuple[list[float], float]:
@@ -275,8 +271,8 @@ def test_reductions_in_the_timeline_begin_behind_the_last_gradient_and_overlap_w
             assert compared.difference_us == timeline.makespan_us - simulate(plan).makespan_us
 
 
-def refused(rank: int) -> list[str]:
-    """What each process is told where the replicas, ranks 0 and 1, do not match."""
+@on_ranks(2)
+def test_replicas_that_do_not_match_are_refused(rank: int) -> None:
     told, mesh = [], rota.mesh(pp=1, dp=2)
     plan = plan_for(1, "gpipe", 2)
     stages = chain(1)
@@ -290,12 +286,7 @@ def refused(rank: int) -> list[str]:
     embedding = Stages([nn.Sequential(nn.Embedding(4, 6, sparse=True), nn.Linear(6, 6))])
     with Pipeline(embedding, plan, loss_fn, mesh=mesh, check_data="never") as pipeline:
         told.append(refusal(pipeline.step, torch.arange(4), torch.zeros(4, 6)))
-    return told
-
-
-def test_replicas_that_do_not_match_are_refused(pool: Pool) -> None:
-    for told in pool.run(2, refused):
-        for text, number in zip(told, (1, 0), strict=False):
-            assert "on this rank replica 1 has 2 parameters and buffers and trains 1, replica 0 has 2 and" in text
-            assert f"they differ from number {number} on" in text
-        assert "of shape [4, 6] has a sparse gradient, which is not reduced over processes" in told[2]
+    for text, number in zip(told, (1, 0), strict=False):
+        assert "on this rank replica 1 has 2 parameters and buffers and trains 1, replica 0 has 2 and" in text
+        assert f"they differ from number {number} on" in text
+    assert "of shape [4, 6] has a sparse gradient, which is not reduced over processes" in told[2]

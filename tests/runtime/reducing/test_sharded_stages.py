@@ -11,7 +11,7 @@ import rota
 from rota import Pipeline, Stages
 from support.meshed import LATE_W, Case, assert_trains_as_unsplit, on_each, part_of, plan_of, sharded
 from support.networks import Layer, batch_of, loss_fn, refusal
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 
 def sharded_by_layer(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -90,7 +90,8 @@ def evaluate_between(rank: int, case: Case) -> list[float]:
     return found
 
 
-def refusals(rank: int) -> list[str]:
+@on_ranks(2, renewed=True)
+def test_what_cannot_be_right_is_refused(rank: int) -> None:
     """Of two replicas of one rank each, and of a pipeline without replicas."""
     mesh = rota.mesh(pp=1, dp=2)
     in_ddp, around_a_layer = DistributedDataParallel(Deep()), Deep()
@@ -104,16 +105,9 @@ def refusals(rank: int) -> list[str]:
     tied[1].weight = tied[0].weight
     tied = tied.with_modules(tied.modules)
     fully_shard(tied[rank], mesh=mesh["dp"])
-    return [*told, refusal(Pipeline, tied, plan_of(Case("gpipe", 1, 2)), loss_fn, mesh=mesh)]
-
-
-def test_what_cannot_be_right_is_refused(pool: Pool) -> None:
-    pool.renew()
-    for told in pool.run(2, refusals):
-        for text in told[:2]:
-            assert text.startswith("stage 0 has DDP in it, which would reduce after the first of several backwards")
-        assert "of stage 0 is a DTensor over a mesh of the processes" in told[2]
-        assert "use fully_shard(stage, mesh=mesh['dp'])" in told[2]
-        assert told[3].startswith(
-            "weight of stage 0 and weight of stage 1 were one weight, of which fully_shard has made"
-        )
+    of_tied = refusal(Pipeline, tied, plan_of(Case("gpipe", 1, 2)), loss_fn, mesh=mesh)
+    for text in told[:2]:
+        assert text.startswith("stage 0 has DDP in it, which would reduce after the first of several backwards")
+    assert "of stage 0 is a DTensor over a mesh of the processes" in told[2]
+    assert "use fully_shard(stage, mesh=mesh['dp'])" in told[2]
+    assert of_tied.startswith("weight of stage 0 and weight of stage 1 were one weight, of which fully_shard has made")

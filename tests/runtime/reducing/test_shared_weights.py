@@ -11,7 +11,7 @@ from rota import Cluster, Costs, Pipeline, Plan, Stages, bidirectional, place
 from rota.schedules import NAMED, chimera, dualpipe, gpipe
 from support.networks import batch_of, chain, loss_fn, refusal
 from support.parallel_modules import Normed, assert_equal_normed, normed_step
-from support.pool import Pool
+from support.pool import Pool, on_ranks
 
 
 def tied(num_stages: int, *ties: tuple[int, ...]) -> Stages:
@@ -64,13 +64,10 @@ def test_frozen_ties_stay_without_gradients(pool: Pool) -> None:
     assert_equal_normed(pool.run(4, steps_on, stages, plan, batches), stages, batches)
 
 
-def test_other_ties_on_one_rank_are_told_on_all(pool: Pool) -> None:
-    for told in pool.run(4, other_ties, TIED["ends"][1]):
-        assert "rank 1 has a different set of tied and replicated weights from rank 0" in told
-
-
-def other_ties(rank: int, plan: Plan) -> str:
-    return refusal(Pipeline, tied(4, (0, 3)) if rank != 1 else chain(4), plan, loss_fn)
+@on_ranks(4)
+def test_other_ties_on_one_rank_are_told_on_all(rank: int) -> None:
+    told = refusal(Pipeline, tied(4, (0, 3)) if rank != 1 else chain(4), TIED["ends"][1], loss_fn)
+    assert "rank 1 has a different set of tied and replicated weights from rank 0" in told
 
 
 def two_streams(schedule: Callable[..., Plan], num_ranks: int, num_microbatches: int, **costs: Any) -> Plan:
@@ -95,17 +92,14 @@ def test_two_streams(pool: Pool, case: str) -> None:
     assert_equal_normed(by_rank, stages, batches)
 
 
-def test_running_statistics_in_two_streams_are_refused(pool: Pool) -> None:
-    for told in pool.run(2, with_statistics, STREAMS["chimera on 2"]):
-        assert "changes its buffer '0.num_batches_tracked', which stages on several ranks share" in told
-
-
-def with_statistics(rank: int, plan: Plan) -> str:
+@on_ranks(2)
+def test_running_statistics_in_two_streams_are_refused(rank: int) -> None:
     stages = Stages([nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)).double() for _ in range(2)])
-    with Pipeline(stages, plan, loss_fn) as pipeline:
+    with Pipeline(stages, STREAMS["chimera on 2"], loss_fn) as pipeline:
         for module in stages.modules:
             module[0].eval()
         pipeline.step(*batch_of(4))
         for module in stages.modules:
             module[0].train()
-        return refusal(pipeline.step, *batch_of(4))
+        told = refusal(pipeline.step, *batch_of(4))
+    assert "changes its buffer '0.num_batches_tracked', which stages on several ranks share" in told
