@@ -9,6 +9,7 @@ import pytest
 from support import ROOT
 from support.commands import output_of
 from support.pool import Pool
+from support.sampling import swept
 
 #: On four processes as on one, with equal losses.
 COMPARED = ["bidirectional", "hf_gpt2", "image_text", "resnet_digits", "vocabulary_parallel_gpt"]
@@ -42,9 +43,7 @@ def test_several_processes_train_as_one_does(name: str, pool: Pool, tmp_path: Pa
     assert numbers == pytest.approx(expected, abs=2e-9)
 
 
-@pytest.mark.parametrize(
-    "name", ["encoder_decoder", "pretrain_llama", pytest.param("finetune_lora", marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("name", ["encoder_decoder", "pretrain_llama", swept("finetune_lora")])
 def test_the_loss_falls(name: str, pool: Pool, tmp_path: Path) -> None:
     planning, running = commands(name)
     output_of(pool, tmp_path, planning)

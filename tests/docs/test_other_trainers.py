@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from interop.test_planned_config import Config, Training
 from rota import Cluster, Costs, PipelineError, SplitError
 from rota.cli import main
 from rota.interop import torchtitan
@@ -49,15 +50,7 @@ def test_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
     assert arguments in told[5]
     assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
 
-    parallelism = SimpleNamespace(
-        pipeline_parallel_degree=1,
-        pipeline_parallel_schedule="1F1B",
-        pipeline_parallel_schedule_csv="",
-        pipeline_parallel_microbatch_size=1,
-        module_fqns_per_model_part=None,
-    )
-    spec = Spec(lambda model: (SimpleNamespace(), [model]))
-    config = SimpleNamespace(parallelism=parallelism, training=SimpleNamespace(local_batch_size=1), model_spec=spec)
+    config = Config(model_spec=Spec(lambda model: (SimpleNamespace(), [model])))
     planned = run(CONFIG)["planned"](config)  # type: ignore[operator]
     assert planned is config
     assert config.training.local_batch_size == 8
@@ -87,12 +80,7 @@ def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.Monke
     family = NAMED["zb_v"]
     plan = family(family.place(family.adapted(Costs.uniform(4)), Cluster.uniform(2)), 6)
     torchtitan.export([["tok_embeddings"], ["layers.0"], ["layers.1"], ["norm", "lm_head"]], plan, "titan")
-    names = ("degree", "schedule", "schedule_csv", "microbatch_size")
-    parallelism = SimpleNamespace(
-        **{f"pipeline_parallel_{name}": None for name in names}, module_fqns_per_model_part=None
-    )
-    training = SimpleNamespace(local_batch_size=1, disable_cuda_graphs=False)
-    config = SimpleNamespace(parallelism=parallelism, training=training, model_spec=Spec(lambda model: (None, model)))
+    config = Config(model_spec=Spec(lambda model: (None, model)))
     of_llama3 = {
         "llama3_configs": {},
         "model_registry": lambda name: Spec(lambda model: (None, model), {name: llama3.llama3_configs[name]}),
@@ -109,7 +97,7 @@ def test_what_is_launched_has_the_plan(tmp_path: Path, monkeypatch: pytest.Monke
     space: dict[str, Any] = {}
     exec(compile(PLANNED, "docs/torchtitan.md", "exec"), space)
     assert space["llama3_8b_planned"]() is config
-    assert config.training == SimpleNamespace(local_batch_size=6, disable_cuda_graphs=True)
+    assert config.training == Training(local_batch_size=6, disable_cuda_graphs=True)
     assert config.parallelism.pipeline_parallel_schedule_csv == "titan/schedule.csv"
     planned = config.model_spec
     exec(compile(OWN_CONFIG, "docs/torchtitan.md", "exec"), space)

@@ -12,14 +12,7 @@ from rota import Cluster, Costs, Plan, RotaError
 from rota.core.plan import Usage
 from rota.interop import torchtitan, with_plan
 from rota.schedules import NAMED
-from support.plain_gpt import GPT
-
-PARTS = (
-    ("tok_embeddings", "layers.0"),
-    ("layers.1", "layers.2"),
-    ("layers.3", "layers.4"),
-    ("layers.5", "norm", "output"),
-)
+from support.plain_gpt import FOUR, GPT
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,7 +75,7 @@ def exported(folder: Path, num_replicas: int = 1) -> Plan:
     family = NAMED["zb_v"]
     placement = family.place(family.adapted(Costs.uniform(4)), Cluster.uniform(2))
     plan = replace(family(placement, 6), usage=Usage(("a", "b", "c"), 3, num_replicas))
-    torchtitan.export(PARTS, plan, folder)
+    torchtitan.export(FOUR, plan, folder)
     return plan
 
 
@@ -91,7 +84,7 @@ def test_a_config_of_0_3_trains_as_planned(tmp_path: Path) -> None:
     config = with_plan(Config(), tmp_path)
     assert config.parallelism == Parallelism(
         pipeline_parallel_degree=2,
-        module_fqns_per_model_part=[[*names] for names in PARTS],
+        module_fqns_per_model_part=[[*names] for names in FOUR],
         pipeline_parallel_schedule="ZBVZeroBubble",
         pipeline_parallel_schedule_csv=(tmp_path / "schedule.csv").as_posix(),
         pipeline_parallel_microbatch_size=3,
@@ -105,7 +98,7 @@ def test_a_config_after_0_3_counts_batches_in_tokens(tmp_path: Path) -> None:
     exported(tmp_path)
     config = with_plan(Config(parallelism=LaterParallelism(), training=LaterTraining()), tmp_path)
     assert config.parallelism.num_pp_microbatches == 6
-    assert config.parallelism.pipeline_parallel_module_fqns_per_model_part == [[*names] for names in PARTS]
+    assert config.parallelism.pipeline_parallel_module_fqns_per_model_part == [[*names] for names in FOUR]
     assert config.training.num_tokens_per_microbatch_per_dp_rank == 3 * 2048
 
 

@@ -122,14 +122,8 @@ def ordered(actions: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_stages"),
     [
-        ("1f1b", 2, 2),
-        ("1f1b", 4, 4),
-        ("interleaved_1f1b", 2, 4),
-        ("zb_h1", 4, 4),
-        ("interleaved_zb", 2, 4),
-        ("zb_v", 2, 4),
-        pytest.param("searched", 2, 4, marks=pytest.mark.sweep),
-        ("searched", 4, 4),
+        *(("1f1b", 2, 2), ("1f1b", 4, 4), ("interleaved_1f1b", 2, 4), ("zb_h1", 4, 4), ("interleaved_zb", 2, 4)),
+        *(("zb_v", 2, 4), pytest.param("searched", 2, 4, marks=pytest.mark.sweep), ("searched", 4, 4)),
     ],
 )
 def test_what_is_executed_is_exported(pool: Pool, tmp_path: Path, name: str, num_ranks: int, num_stages: int) -> None:

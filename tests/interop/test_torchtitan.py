@@ -19,15 +19,9 @@ from rota.compat import deepspeed as door
 from rota.core.plan import Usage
 from rota.interop import module_parts, parts_beginning_with, torchtitan
 from rota.schedules import NAMED
-from support.plain_gpt import GPT, batch_of, loss_fn, step_by_files
+from support.plain_gpt import FOUR, GPT, batch_of, loss_fn, step_by_files
 from support.pool import Pool
 
-FOUR = (
-    ("tok_embeddings", "layers.0"),
-    ("layers.1", "layers.2"),
-    ("layers.3", "layers.4"),
-    ("layers.5", "norm", "output"),
-)
 X = torch.ones(2, 2)
 
 
@@ -108,9 +102,7 @@ def test_a_cut_inside_of_a_module_is_refused_by_name_and_one_that_is_not_made_is
         ("first", "blocks.0", "cut"),
         ("blocks.1",),
     )
-    with pytest.raises(
-        RotaError, match=r"stages 0, 1 share 'blocks.0' \(InnerCut\): a cut is inside of it, .* first, "
-    ):
+    with pytest.raises(RotaError, match=r"stages 0, 1 share 'blocks.0' \(InnerCut\): a cut is inside of it, .* first"):
         module_parts(model, split(model, 2, cuts=["blocks[0].cut"], example=X))
 
 
@@ -125,10 +117,7 @@ def tie(model: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        (
-            Model(lambda model: setattr(model, "scale", nn.Parameter(torch.ones(2)))),
-            "parameter 'scale' belongs to the Mo",
-        ),
+        (Model(lambda model: setattr(model, "scale", nn.Parameter(torch.ones(2)))), "parameter 'scale' belongs to the"),
         (Model(of_linear), "no stage calls 'shared' (Linear), which has parameters: remove it"),
         (Shared(of_linear), "parameter shared.weight of part 1 is tied to shared.weight of part 0"),
         (Model(tie), "parameter b.weight of part 1 is tied to a.weight of part 0, and torchtitan sums no gradients"),
@@ -145,13 +134,9 @@ def test_stages_and_names_that_do_not_fit_the_model() -> None:
     model = Model()
     with pytest.raises(RotaError, match="torchtitan runs a chain of stages, but these have the edges 0 -> 2, 1 -> 2"):
         module_parts(model, Stages([a, b, c], edges=[(0, 2), (1, 2)]))
-    with pytest.raises(
-        RotaError, match="parameter 'weight' of a stage is not the model's of that name: make stages by"
-    ):
+    with pytest.raises(RotaError, match="parameter 'weight' of a stage is not the model's of that name: make stages"):
         module_parts(model, Stages([model.a, model.b]))
-    with pytest.raises(
-        RotaError, match=r"GPT has no 'layer\.2' that a part can begin with; did you mean 'layers\.2'\?"
-    ):
+    with pytest.raises(RotaError, match=r"no 'layer\.2' that a part can begin with.* did you mean 'layers\.2'\?"):
         parts_beginning_with(GPT(), ["layer.2"])
     with pytest.raises(RotaError, match=r"'layers\.1' cannot begin a part: it is not after 'layers\.3'"):
         parts_beginning_with(GPT(), ["layers.3", "layers.1"])

@@ -71,17 +71,9 @@ def test_tiny_placements_as_by_brute_force(objective: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "limit", "num_microbatches", "makespan_us"),
     [
-        ("v", 4, 6, 36),
-        ("v", 4, 128, 524),
-        ("v", None, 128, 524),
-        ("v", 3, 128, 692),
-        ("k", 6, 128, 772),
-        ("x", 4, 256, 1030),
-        ("m", 6, 128, 780),
-        ("m", 4, 128, 780),
-        ("m", 3, 128, 948),
-        ("nn", 6, 128, 1036),
-        ("nn-eager", 6, 128, 1036),
+        *(("v", 4, 6, 36), ("v", 4, 128, 524), ("v", None, 128, 524), ("v", 3, 128, 692)),
+        *(("k", 6, 128, 772), ("x", 4, 256, 1030), ("m", 6, 128, 780), ("m", 4, 128, 780)),
+        *(("m", 3, 128, 948), ("nn", 6, 128, 1036), ("nn-eager", 6, 128, 1036)),
     ],
 )
 def test_tessel_shapes_proven(shape: str, limit: int | None, num_microbatches: int, makespan_us: int) -> None:

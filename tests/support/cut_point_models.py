@@ -1,6 +1,5 @@
 """Models with CutPoints whose forward returns the loss, and the same training without any of ours."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -8,28 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rota.compat.varuna import CutPoint
+from support.plain_gpt import WIDTH, Block
 
-VOCABULARY, WIDTH, LENGTH, NUM_BLOCKS = 23, 8, 5, 4
+VOCABULARY, LENGTH, NUM_BLOCKS = 23, 5, 4
 BATCH_SIZE, CHUNK_SIZE, NUM_STEPS, MAX_NORM = 12, 2, 4, 0.7
 #: By this order of names a weight keeps its first one.
 SHARED = [("language_model.embedding.word_embeddings.weight", "lm_head_weight"), ("position.weight", "out_position")]
-
-
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # one of k has no gradient, only noise for Adam
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = self.attention(self.norm(x)).chunk(3, dim=-1)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(WIDTH)
-        if mask is not None:
-            scores = scores + mask
-        x = x + self.dropout(scores.softmax(-1) @ v)
-        return x + self.mlp(x)
 
 
 class GPT(nn.Module):

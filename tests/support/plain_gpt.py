@@ -14,21 +14,28 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn import functional
 
 WORDS, WIDTH, LENGTH = 17, 8, 6
+FOUR = (  # parts of a GPT of six blocks
+    ("tok_embeddings", "layers.0"),
+    ("layers.1", "layers.2"),
+    ("layers.3", "layers.4"),
+    ("layers.5", "norm", "output"),
+)
 
 
 class Block(nn.Module):
     """Attention of one head, and an MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # one of k has no gradient, only noise for Adam
         self.mlp = nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
         )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        x = x + torch.softmax(q @ k.transpose(-1, -2) + mask, dim=-1) @ v
+        x = x + self.dropout(torch.softmax(q @ k.transpose(-1, -2) + mask, dim=-1) @ v)
         result: Tensor = x + self.mlp(x)
         return result
 

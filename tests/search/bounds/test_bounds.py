@@ -122,12 +122,9 @@ def test_memory_that_is_held_bounds_long_steps() -> None:
 @pytest.mark.parametrize(
     ("placement", "period"),
     [
-        (tessel("v", 4, None), Fraction(4)),
-        (tessel("v", 4, 4), Fraction(4)),
-        (tessel("v", 4, 3), Fraction(16, 3)),
-        (tessel("m", 4, 3), 2 + Fraction(16, 3)),
-        (tessel("x", 4, 4), Fraction(4)),
-        (v_pair(8, 20), Fraction(462)),
+        *((tessel("v", 4, None), Fraction(4)), (tessel("v", 4, 4), Fraction(4))),
+        *((tessel("v", 4, 3), Fraction(16, 3)), (tessel("m", 4, 3), 2 + Fraction(16, 3))),
+        *((tessel("x", 4, 4), Fraction(4)), (v_pair(8, 20), Fraction(462))),
     ],
 )
 def test_periods(placement: Placement, period: Fraction) -> None:
