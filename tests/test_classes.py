@@ -28,18 +28,9 @@ def short_and_long(class_of: tuple[int, ...] = (0, 1, 1, 0), num_stages: int = 2
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: TWO + 1,
-        lambda: 1 + TWO,
-        lambda: max(TWO, 0),
-        lambda: sorted([TWO, TWO]),
-        lambda: -TWO,
-        lambda: bool(TWO),
-        lambda: int(TWO),
-        lambda: f"{TWO:,}",
-        lambda: [0][TWO],
-        lambda: range(TWO),
-        lambda: json.dumps([TWO]),
-        lambda: scalar(TWO),
+        *(lambda: TWO + 1, lambda: 1 + TWO, lambda: max(TWO, 0), lambda: sorted([TWO, TWO])),
+        *(lambda: -TWO, lambda: bool(TWO), lambda: int(TWO), lambda: f"{TWO:,}", lambda: [0][TWO]),
+        *(lambda: range(TWO), lambda: json.dumps([TWO]), lambda: scalar(TWO)),
     ],
 )
 def test_an_amount_per_class_is_not_computed_with_by_mistake(wrong: Callable[[], Any]) -> None:

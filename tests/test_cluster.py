@@ -47,10 +47,7 @@ def test_clusters_round_trip_in_json(given: Cluster) -> None:
         ({"link": [0, 0]}, "cluster.link[1] is 0; expected 1 or more"),
         ({"links": [[0]]}, "cluster.links[0] is [0]; expected a list of length 4"),
         ({"shared": [{"name": "host"}]}, "cluster.shared[0] has no field 'bytes_per_us'"),
-        (
-            {"shared": [{"name": "a\nb", "bytes_per_us": 1, "senders": [0], "receivers": [0]}]},
-            "cluster.shared[0].name is",
-        ),
+        ({"shared": [{"name": "a\nb", "bytes_per_us": 1, "senders": [0], "receivers": [0]}]}, "shared[0].name is"),
         (
             {"shared": [{"name": "host", "bytes_per_us": 1, "senders": [0], "receivers": [2]}]},
             "the shared link host has rank 2, outside the cluster of 2 ranks",
@@ -155,10 +152,7 @@ def changed(**fields: object) -> str:
         (changed(backward_us=4), "costs.backward_us is 4; expected a list"),
         (changed(edges=[[0, 1], 2]), "costs.edges[1] is 2; expected a list"),
         (changed(edges=[[0, 1], [2]]), "costs.edges[1] is [2]; expected a list of length 2"),
-        (
-            changed(reduce_us=[10**15 + 1] * 3),
-            "costs.reduce_us[0] is 1000000000000001; expected 1000000000000000 or less",
-        ),
+        (changed(reduce_us=[10**15 + 1] * 3), "reduce_us[0] is 1000000000000001; expected 1000000000000000 or less"),
     ],
 )
 def test_what_is_wrong_is_told_with_place_and_value(text: str, told: str) -> None:

@@ -103,9 +103,7 @@ def test_shapes_take_a_chain_with_or_without_its_edges(shape: Callable[[Costs, C
         (((0, 1), (1, 2)), r"edges\[2\] of the costs is missing"),
         (((0, 1), (1, 2), (2, 3), (0, 3)), r"edges\[3\] of the costs is \(0, 3\)"),
     ):
-        with pytest.raises(
-            PlacementError, match=f"{place_and_value}.*; for other graphs use rota.place, then gpipe or 1f1b"
-        ):
+        with pytest.raises(PlacementError, match=f"{place_and_value}.*; for other graphs use rota.place, then gpipe"):
             shape(replace(without, boundary_bytes=1, edges=edges), cluster)
 
 

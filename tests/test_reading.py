@@ -62,10 +62,7 @@ def test_what_is_wrong_is_told_with_path_and_value(read: Callable[[], object], t
         ("", "not JSON: Expecting value at line 1, column 1"),
         ('{\n "rota": plan}', "not JSON: Expecting value at line 2, column 10"),
         ("{}", 'not a plan file: it has no "rota": "plan"'),
-        (
-            '{"rota": "cluster"}',
-            'it says "rota": "cluster" (a cluster is for Cluster.from_json and rota.place); give what',
-        ),
+        ('{"rota": "cluster"}', 'it says "rota": "cluster" (a cluster is for Cluster.from_json and rota.place); give'),
         ("[" * 100_000, "not a file of Rota: nested too deep"),
         ("9" * 5000, "not JSON that can be read: Exceeds the limit (4300 digits)"),
     ],

@@ -98,9 +98,7 @@ def test_a_large_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(reading, "LARGEST_BYTES", 3_000_000)
     with (path := tmp_path / "large.json").open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(
-        FormatError, match=r"cannot read .*large.json: it has more than 3,000,000 bytes; give a smaller"
-    ):
+    with pytest.raises(FormatError, match=r"cannot read .*large.json: it has more than 3,000,000 bytes; give a"):
         reading.read_text(path)
 
 
@@ -119,22 +117,12 @@ def test_a_task_has_exactly_its_name(name: str) -> None:
 
 
 COMMANDS = [
-    "check {}.json",
-    "show {}.csv",
-    "explain {}.json",
-    "compare {}.json plan.json",
-    "plan 1f1b --microbatches 2 --costs {}.json",
-    "plan 1f1b --microbatches 2 --ranks 2 --links {}.json",
-    "plan-batch {}.json lengths.json",
-    "autoplan --profile {}.json --ranks 2 --batch 8",
-    "autoplan {}.py --ranks 2 --batch 8",
-    "autoplan hf:{} --ranks 2 --batch 8",
-    "import trace {}.json.gz",
-    "import megatron {} --ranks 2 --microbatches 2",
-    "import deepspeed {} --microbatches 2",
-    "import torchtitan {}.json",
-    "run {}.json train.py",
-    "run plan.json {}.py",
+    *("check {}.json", "show {}.csv", "explain {}.json", "compare {}.json plan.json"),
+    *("plan 1f1b --microbatches 2 --costs {}.json", "plan 1f1b --microbatches 2 --ranks 2 --links {}.json"),
+    *("plan-batch {}.json lengths.json", "autoplan --profile {}.json --ranks 2 --batch 8"),
+    *("autoplan {}.py --ranks 2 --batch 8", "autoplan hf:{} --ranks 2 --batch 8", "import trace {}.json.gz"),
+    *("import megatron {} --ranks 2 --microbatches 2", "import deepspeed {} --microbatches 2"),
+    *("import torchtitan {}.json", "run {}.json train.py", "run plan.json {}.py"),
 ]
 
 

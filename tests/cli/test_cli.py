@@ -122,9 +122,7 @@ def test_csv_is_written_and_read(tmp_path: Path, capsys: Capsys) -> None:
     assert path.read_text().startswith("0F0,0F1,0F2,2F0")
     out = printed(capsys, "check", path)
     assert "4 stages and 3 micro-batches on 2 ranks" in out
-    assert re.search(
-        r"^  makespan \d+ times a forward \(F\), if B takes twice as long as F, and .*$", out, re.MULTILINE
-    )
+    assert re.search(r"^  makespan \d+ times a forward \(F\), if B takes twice as long as F.*$", out, re.MULTILINE)
     assert "these times are assumed, because a schedule CSV has none; give your own with --costs costs.json" in out
     assert "µs" not in out
 
@@ -308,24 +306,18 @@ def test_reports_fit_the_terminal(
 
 def test_bare_command_shows_the_first_commands(capsys: Capsys) -> None:
     out = printed(capsys)
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("  rota ")] == [
-        "demo",
-        "autoplan",
-        "show",
-        "run",
-        "explain",
-    ]
+    first = [line.split()[1] for line in out.splitlines() if line.startswith("  rota ")]
+    assert first == ["demo", "autoplan", "show", "run", "explain"]
     assert "rota --help" in out
 
 
 def test_charts_without_utf8(plan_file: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "rota", "show", str(plan_file)]
-    shown = subprocess.run(command, capture_output=True, env=environment, timeout=150, check=True).stdout.decode(
-        "ascii"
-    )
-    assert "F- forward" in shown
-    assert "?" not in shown
+    shown = subprocess.run(command, capture_output=True, env=environment, timeout=150, check=True).stdout
+    assert b"F- forward" in shown
+    assert b"?" not in shown
+    assert shown.isascii()
 
 
 @pytest.mark.parametrize(

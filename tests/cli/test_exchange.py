@@ -146,10 +146,7 @@ EXPORT = "export torchtitan plan.json --model"
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        (
-            f"{EXPORT} model.py:plain -o titan",
-            "the model has no CutPoint; give --cuts, the module that each stage after",
-        ),
+        (f"{EXPORT} model.py:plain -o titan", "the model has no CutPoint; give --cuts, the module that each stage"),
         (f"{EXPORT} model.py:marked --cuts 0,1,marks[9] -o titan", "did you mean 'marks[3]'?"),
         (f"{EXPORT} model.py:layers -o titan", "layers() returned a list; return an nn.Module"),
         (f"{EXPORT} model.py:make -o titan", "model.py has no function 'make'"),
@@ -157,10 +154,7 @@ EXPORT = "export torchtitan plan.json --model"
         (f"{EXPORT} model.py:marked -o model.py", "model.py already exists"),
         (f"{EXPORT} bare.py:marked -o titan", "bare.py has no make_batch(rows); it is needed to cut a model at its"),
         ("export megatron cut.json", "which of the layers that cut.json cuts at 0,1,3,4,5 are transformer layers?"),
-        (
-            "export megatron cut.json --layers a*5 --type a --mtp 1",
-            "--layers cannot mark layers of multi-token prediction",
-        ),
+        ("export megatron cut.json --layers a*5 --type a --mtp 1", "--layers cannot mark layers of multi-token"),
         ("export deepspeed three.json", "three.json does not say where the model is cut; give --boundaries"),
         ("import megatrom x", "Did you mean 'megatron'?"),
         ("import megatron good.txt --ranks 3 --microbatches 4", "good.txt: the layout has 4 stages for 3 ranks"),

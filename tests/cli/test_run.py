@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from rota import Cluster, Costs, Plan, Timeline, place, simulate
 from rota.schedules import NAMED
 from support import ROOT
 from support.commands import output_of
-from support.faulty_training import processes_in
+from support.faulty_training import processes_in, until
 from support.pages import python_blocks
 from support.parsing import options_of
 from support.pool import Pool
@@ -153,10 +152,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, signal_number: signal.Sig
         assert "Traceback" not in words
         assert words.count("\n") == 1
         assert code == 128 + signal_number, words
-    deadline = time.monotonic() + 200
-    while processes_in(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert processes_in(tmp_path) == []
+    assert until(lambda: processes_in(tmp_path) == [])
 
 
 def test_arguments_the_device_and_pipelines_of_two_plans(tmp_path: Path) -> None:

@@ -53,15 +53,9 @@ def chain_of(times: list[int], kept: int = 0) -> LayerCosts:
     n = len(times)
     zeros: dict[str, Any] = dict.fromkeys(
         (
-            *(
-                "recompute_us",
-                "optimizer_us",
-                "waiting_bytes",
-                "forward_peak_bytes",
-                "backward_peak_bytes",
-                "weight_us",
-            ),
-            *("input_peak_bytes", "weight_peak_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"),
+            *("recompute_us", "optimizer_us", "waiting_bytes", "forward_peak_bytes", "backward_peak_bytes"),
+            *("weight_us", "input_peak_bytes", "weight_peak_bytes", "gradient_bytes"),
+            *("buffer_bytes", "optimizer_bytes"),
         ),
         (0,) * n,
     )

@@ -159,9 +159,7 @@ def test_modules_that_cannot_be() -> None:
 
 def test_batch_that_lacks_an_input_is_told_what_it_has() -> None:
     stages, x = diamond(), torch.randn(5, 4)
-    with pytest.raises(
-        PipelineError, match=r"stage 3 reads input 'mask', which the batch lacks .it has a dict with 'x'"
-    ):
+    with pytest.raises(PipelineError, match=r"stage 3 reads input 'mask', which the batch lacks .it has a dict with"):
         stages.run({"x": x})
     with pytest.raises(PipelineError, match=r"'mask', .*.it has 1 by position.*names are 'x', 'mask', 'scale'.*add it"):
         stages.run(x)

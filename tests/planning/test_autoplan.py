@@ -373,10 +373,7 @@ def test_branches_are_placed_as_the_graph_that_they_are() -> None:
     [
         ({"batch_rows": 7}, "batch_rows is 7: give a multiple of one of the rows that were measured, 2, 4"),
         ({"profiles": {}}, "give profiles as a dict of layers by rows"),
-        (
-            {"profiles": {3: layer_costs(1)}},
-            r"profiles\[3\] was measured with 1 row per micro-batch; give it as profiles\[1\]",
-        ),
+        ({"profiles": {3: layer_costs(1)}}, r"profiles\[3\] was measured with 1 row .*; give it as profiles\[1\]"),
         ({"choices": Choices(pipeline_ranks=3)}, "a pipeline of 3 ranks: give 1 to 2"),
     ],
 )

@@ -68,18 +68,14 @@ def test_the_proof_accepts_exactly_what_finishes_on_devices_that_hang() -> None:
 
 def test_deferred_receives_hang_and_swap_messages_and_the_error_says_where() -> None:
     text = derived(a_plan("1f1b", 2).to_csv(), defers_receives=True)
-    with pytest.raises(
-        PlanError, match=r"each pair of ranks has a communicator .* in a cycle: rank 1: receive 0F1→1F1 "
-    ) as e:
+    with pytest.raises(PlanError, match=r"each pair of ranks has a communicator .* in a cycle: rank 1: receive ") as e:
         check_torch_order(text)
     assert e.value.reason == "device order"
     assert "waits for send 1B0→0B0, which needs the receive of rank 0; rank 0: receive 1B0→0B0 waits for" in str(
         e.value
     )
     text = derived(a_plan("zb_v", 2).to_csv(), defers_receives=True)
-    with pytest.raises(
-        PlanError, match=re.escape("channel 0→1: operation 3 is send 0F2→1F2 on rank 0, but receive 3B0→2B0 on")
-    ):
+    with pytest.raises(PlanError, match=re.escape("channel 0→1: operation 3 is send 0F2→1F2 on rank 0, but receive")):
         check_torch_order(text)
 
 

@@ -103,8 +103,6 @@ def in_the_middle_of_a_step(pipeline: rota.Pipeline, what: str) -> None:
     module.register_forward_pre_hook(fail)
 
 
-# --- with a DataLoader ------------------------------------------------------------------------------------------------
-
 NUM_SAMPLES = 5 * 2 * NUM_MICROBATCHES
 
 

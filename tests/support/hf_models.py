@@ -44,9 +44,6 @@ class ModelCase:
         return torch.arange(len(first))
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
-
-
 def own_loss(output: Any, targets: Tensor) -> Tensor:
     """The loss that the model makes of its `labels`."""
     loss: Tensor = output.loss
@@ -63,9 +60,6 @@ def logits_loss(output: Any, targets: Tensor) -> Tensor:
 def clip_loss(output: Any, targets: Tensor) -> Tensor:
     """As far as image and text of a row agree: of each row alone, unlike CLIP's own."""
     return ((output.text_embeds * output.image_embeds).sum(-1) * (1 + targets % 3)).mean()
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
 
 
 def padded_mask(rows: int, length: int) -> Tensor:
@@ -128,9 +122,6 @@ def noisy(rows: int, length: int, seed: int) -> dict[str, Any]:
     """For a diffusion model: noisy images and the time of each."""
     sample = image(rows, 8 + 8 * (length % 2), seed, key="sample", channels=2)
     return sample | {"timestep": torch.arange(rows) % 7}
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 
 _TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}

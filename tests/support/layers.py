@@ -75,20 +75,8 @@ TABLE = {
     "rota.cli": Row(
         (*CORE, "click"),
         lazy=(
-            *(
-                "rota",
-                "rota.search",
-                "rota.models",
-                "rota.runtime",
-                "rota.profiling",
-                "rota.planning",
-                "rota.verifying",
-                "rota.diagnosis",
-                "rota.drawing",
-                "rota.demo",
-                "rota.interop",
-                *TRAINERS,
-            ),
+            *("rota", "rota.search", "rota.models", "rota.runtime", "rota.profiling", "rota.planning"),
+            *("rota.verifying", "rota.diagnosis", "rota.drawing", "rota.demo", "rota.interop", *TRAINERS),
         ),
     ),
 }
@@ -145,20 +133,8 @@ def complaints(module: str) -> list[str]:
 #: Rooms that have sub-rooms of their own, which must not import each other in a circle.
 ROOMS = (
     *("core", "schedules", "calibration", "accounting", "cutting"),
-    *(
-        "search",
-        "batching",
-        "models",
-        "runtime",
-        "profiling",
-        "interop",
-        "planning",
-        "diagnosis",
-        "drawing",
-        "compat",
-        "demo",
-        "cli",
-    ),
+    *("search", "batching", "models", "runtime", "profiling", "interop"),
+    *("planning", "diagnosis", "drawing", "compat", "demo", "cli"),
 )
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- rooms: python -m support.layers -->", "<!-- end of rooms -->"

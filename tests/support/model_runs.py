@@ -28,9 +28,6 @@ LEARNING_RATE = 1e-3
 PLANS = ("1f1b", "searched", "zb_v", "bidirectional", "random")
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
 def make_plan(name: str, num_ranks: int, seed: int = 0) -> Plan:
     """A plan for a chain of stages with random times, by the name of its schedule."""
     cluster = Cluster.uniform(num_ranks, latency_us=3)
@@ -62,9 +59,6 @@ def forwards_rise(plan: Plan) -> bool:
             return False
         seen[op.stage] = op.microbatch
     return True
-
-
-# --- the whole model --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -149,9 +143,6 @@ def tensors_in(output: Any) -> list[Tensor]:
     if not isinstance(output, Mapping | tuple | list):
         return []
     return [tensor for value in values for tensor in tensors_in(value)]
-
-
-# --- in stages --------------------------------------------------------------------------------------------------------
 
 
 class Differences(defaultdict[str, float]):

@@ -41,9 +41,6 @@ def torch_orders(name: str, num_ranks: int, stages_per_rank: int, num_microbatch
     return [[str(op) for action in order if action for op in action.sub_actions or [action]] for order in actions]
 
 
-# --- what they take ---------------------------------------------------------------------------------------------------
-
-
 def with_waits(csv: str) -> str:
     """As PyTorch from 2.15 on reads it: with a wait at the end for each send, and one behind each reduction."""
     if not hasattr(theirs, "_add_wait_send") or "WAIT" in csv:

@@ -82,14 +82,10 @@ def test_cuts_are_paths_or_patterns() -> None:
         (["layer.*"], r"did you mean 'layers.\*'"),
         (["layers.9"], r"did you mean 'layers.\d' or "),
     ):
-        with pytest.raises(
-            SplitError, match=rf"cuts has '{re.escape(cuts[0])}', which names no module of Blocks; {near}"
-        ):
+        with pytest.raises(SplitError, match=rf"'{re.escape(cuts[0])}', which names no module of Blocks; {near}"):
             split(model, 2, cuts, example=example)
     inside = nn.ModuleDict({"model": Blocks()})
-    with pytest.raises(
-        SplitError, match=r"'layers.\*', which names no module of ModuleDict; did you mean 'model.layers.\*'"
-    ):
+    with pytest.raises(SplitError, match=r"'layers.\*', which names no module of ModuleDict; mean 'model.layers.\*'"):
         split(inside, 2, ["layers.*"], example=example)
     with pytest.raises(SplitError, match=r"'zzz', which names no module of Blocks$"):
         split(model, 2, ["zzz"], example=example)
@@ -220,9 +216,7 @@ def test_dropout_between_modules_that_several_stages_read_is_refused() -> None:
             x = F.dropout(self.layers[0](x), 0.5, training=self.training)
             return self.layers[3](self.layers[2](self.layers[1](x)) + x)
 
-    with pytest.raises(
-        SplitError, match=r"random numbers .* at .*test_behaviour.py:\d+ \(x = F.dropout.* use a module"
-    ):
+    with pytest.raises(SplitError, match=r"random numbers .* at .*test_behaviour.py:\d+ \(x = F.dropout.* a module"):
         split(Dropping(), 2, ["layers.2"], example={"x": rows()})
     split(Dropping().eval(), 2, ["layers.2"], example={"x": rows()})
 
@@ -255,9 +249,7 @@ def test_control_flow_on_numbers_is_exact_or_fails() -> None:
             layer.bias.zero_()
     stages = split(model, 4, example=positive)
     same(model, stages, {"x": rows() + 5})
-    with pytest.raises(
-        PipelineError, match=r"layers.0 \(Linear\) on stage \d was called instead of layers.2 at .* unlike in"
-    ):
+    with pytest.raises(PipelineError, match=r"0 \(Linear\) on stage \d was called instead of layers.2 at .* unlike"):
         stages.run({"x": rows() - 5})
 
 
