@@ -93,7 +93,10 @@ def test_forward_only_takes_any_forwards(placement: Placement, num_microbatches:
             "1f1b: rank 0 has the stages 0, 2, but 1f1b takes one stage per rank; place one stage per rank, "
             "or use interleaved_1f1b or gpipe",
         ),
-        (lambda: forward_only(chain(2), 2), "the placement has the task 0B; give it placement.forward_only()"),
+        (
+            lambda: forward_only(chain(2), 2),
+            "forward_only: the placement has the task 0B; give it placement.forward_only() instead",
+        ),
     ],
 )
 def test_what_is_not_defined_is_refused(make: Callable[[], Plan], told: str) -> None:
