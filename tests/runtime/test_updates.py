@@ -26,7 +26,7 @@ def made() -> tuple[nn.Module, Updates]:
 
 
 def step(model: nn.Module, updates: Updates) -> None:
-    with updates.refused():
+    with updates:
         backward(model)
     updates.watch_gradients()
 
@@ -147,7 +147,7 @@ def test_an_optimizer_that_steps_in_the_backward_is_refused_before_it_does() -> 
     model, updates = made()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     hooked(model, lambda parameter: Adam([parameter], lr=0.1, fused=True).step())
-    with pytest.raises(PipelineError, match=r"Adam\.step\(\) was called while pipeline\.step ran"), updates.refused():
+    with pytest.raises(PipelineError, match=r"Adam\.step\(\) was called while pipeline\.step ran"), updates:
         backward(model)
     assert all(map(torch.equal, before, model.parameters()))
     SGD(model.parameters(), lr=0.1).step()
@@ -164,10 +164,10 @@ def test_weights_that_are_written_to_during_a_step_are_refused() -> None:
             model[2].bias.add_(1)
 
     hooked(model[2], update)
-    with pytest.raises(PipelineError, match=r"^2\.bias was written to while pipeline\.step ran"), updates.refused():
+    with pytest.raises(PipelineError, match=r"^2\.bias was written to while pipeline\.step ran"), updates:
         backward(model)
     model[2].bias.requires_grad_(False)
-    with updates.refused():
+    with updates:
         backward(model)
     updates.close()
 

@@ -15,9 +15,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
-from itertools import pairwise
 from typing import NamedTuple, final
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -43,7 +41,7 @@ from rota.runtime.plans import ReadyPlan
 from rota.runtime.precision import LossScale
 from rota.runtime.reducing.loss_counts import NUM_FLAGS as NUM_COUNT_FLAGS
 from rota.runtime.reducing.shared_weights import SharedWeight
-from rota.runtime.transport import Transport, collective
+from rota.runtime.transport import MAX, Transport, collective
 from rota.runtime.updates import NUM_FLAGS as NUM_UPDATE_FLAGS, Report, refuse_differences as refuse_differing_updates
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -103,25 +101,12 @@ class Call(IntEnum):
     SAVE = 10
     BEGIN_EPOCH = 11
 
-    @property
-    def is_step(self) -> bool:
-        """Whether it makes gradients."""
-        return self in (Call.STEP, Call.STEP_WITHOUT_SYNC, Call.BEGIN_STEP, Call.BEGIN_STEP_WITHOUT_SYNC)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether it returns a loss."""
-        return self.is_step or self is Call.EVALUATE
-
-    @property
-    def syncs(self) -> bool:
-        """Whether gradients are reduced at the end."""
-        return self not in (Call.STEP_WITHOUT_SYNC, Call.BEGIN_STEP_WITHOUT_SYNC)
-
-    @property
-    def waits(self) -> bool:
-        """Whether it ends only when the device does."""
-        return self not in (Call.BEGIN_STEP, Call.BEGIN_STEP_WITHOUT_SYNC)
+    def __init__(self, _: int) -> None:
+        #: Whether it makes gradients, and whether it returns a loss.
+        self.is_step = "STEP" in self.name
+        self.has_loss = self.is_step or self.name == "EVALUATE"
+        #: Whether gradients are reduced at the end, and whether it ends only when the device does.
+        self.syncs, self.waits = "WITHOUT_SYNC" not in self.name, "BEGIN_STEP" not in self.name
 
 
 _WORDS = {
@@ -182,12 +167,12 @@ class Agreement:
         self._loss_scale, self._dynamic_shapes = loss_scale, dynamic_shapes
         self._check_data = check_data
         self._is_checked: set[bool] = set()  # what was given to a step, and to an evaluation
-        #: Of the last batch that all ranks compared: its sizes, and the weights of its micro-batches.
-        self._compared: WeakKeyDictionary[ReadyPlan, tuple[object, _Weights]] = WeakKeyDictionary()
+        self._row = array("q", bytes(8 * (_NUM_FLAGS + 3 * len(self._names))))
+        self._tensor = torch.frombuffer(self._row, dtype=torch.int64)  # of the same memory
 
     def share(self, call: Call, doing: str, number: float = 0.0) -> list[float]:
         """All processes' `number`s of 0 or more, inf or nan, if all make this `call`. `doing`: see `_all_reduce`."""
-        return self._all_reduce(call, doing, number=number).numbers
+        return [*map(number_of, self._all_reduce(call, doing, number=number).bits)]
 
     def begin(self, ready: ReadyPlan, batch: Batch, brought: Brought) -> Agreed:
         """Before a run: whether layouts may be new, one seed for all, and what each micro-batch of `batch` weighs.
@@ -207,30 +192,28 @@ class Agreement:
         refuse_differing_updates(others[:NUM_UPDATE_FLAGS], report, self._names, self._processes.everyone)
         self._refuse_plans(row.plans)
         self._loss_scale.refuse_differences(most, least)
-        self._refuse_scales(row.numbers)
+        self._refuse_scales(row.bits)
         if layouts > 1:
             ready.execution.forget_layouts()
         batch.shares, batch.padding = self._weights_of(ready, batch, bool(must_compare), checks, call)
-        processes = enumerate(self._processes.pipeline_processes)
+        processes = () if call.has_loss else enumerate(self._processes.pipeline_processes)
         asking = [rank for rank, process in processes if row.calls[process] == Call.FORWARD]
         return Agreed(bool(layouts), seed, asking, others[NUM_UPDATE_FLAGS:], -most_running)
 
     def _knows_weights(self, ready: ReadyPlan, batch: Batch) -> bool:
         """Whether this rank knows what each micro-batch weighs without asking the others."""
-        if ready.rows:
+        if ready.sizes:
             return ready.inputs.have_rows(batch, ready.rows)
-        return ready in self._compared and self._compared[ready][0] == _sizes_of(batch)
+        return ready.compared[0] == _sizes_of(batch)
 
     def _weights_of(self, ready: ReadyPlan, batch: Batch, must_compare: bool, checks: bool, call: Call) -> _Weights:
         """What each micro-batch weighs; if any rank does not know it, all compare what they were given."""
         if must_compare:
             weights = self._compare(ready.inputs, batch, checks, call)
             self._is_checked.add(call.is_step)
-            self._compared[ready] = _sizes_of(batch), weights
+            ready.compared = _sizes_of(batch), weights
             return weights
-        if ready.rows:
-            return _Weights(ready.inputs.shares(ready.rows), ())
-        return self._compared[ready][1]
+        return _Weights(ready.inputs.shares(ready.rows), ()) if ready.sizes else ready.compared[1]
 
     def _all_reduce(
         self, call: Call, doing: str, flags: Sequence[int] = (), number: float = 0.0, plan: int = 0
@@ -242,19 +225,16 @@ class Agreement:
         processes, unless all make the same call.
         """
         self._watched.num_calls += 1
-        size = len(self._names)
-        row = array("q", bytes(8 * (_NUM_FLAGS + 3 * size)))
+        size, row = len(self._names), self._row
+        row[:] = array("q", bytes(8 * len(row)))
         row[: len(flags)] = array("q", flags)
-        own = int(call), bits_of(number), plan
-        row[_NUM_FLAGS + self._process :: size] = array("q", own)
-        # The tensor shares its memory with the array, which takes a fifth of the time of a tensor of a list.
-        self._transport.all_reduce(torch.frombuffer(row, dtype=torch.int64), dist.ReduceOp.MAX, doing)
-        agreed, codes, bits, plans = (
-            row[a:b].tolist() for a, b in pairwise([0, *range(_NUM_FLAGS, len(row) + 1, size)])
-        )
-        if codes.count(int(call)) < size:
+        row[_NUM_FLAGS + self._process :: size] = array("q", (call, bits_of(number), plan))
+        self._transport.all_reduce(self._tensor, MAX, doing)
+        agreed = row.tolist()
+        codes, bits, plans = (agreed[a : a + size] for a in range(_NUM_FLAGS, len(row), size))
+        if codes.count(call) < size:
             self._refuse_differences([*map(Call, codes)])
-        return _Row(agreed[: len(flags)], codes, [*map(number_of, bits)], plans)
+        return _Row(agreed[: len(flags)], codes, bits, plans)
 
     def _refuse_differences(self, calls: list[Call]) -> None:
         by_word: dict[str, list[str]] = {}
@@ -276,15 +256,15 @@ class Agreement:
                 f"of a replica the same, as rota.Planner does"
             )
 
-    def _refuse_scales(self, scales: list[float]) -> None:
-        if differing := self._differing(scales):
+    def _refuse_scales(self, bits: list[int]) -> None:
+        if differing := self._differing(bits):
             first, other = differing
             raise PipelineError(
-                f"{self._names[first]} gave step scale={scales[first]:g}, {self._names[other]} {scales[other]:g}; give "
-                f"all ranks the same"
+                f"{self._names[first]} gave step scale={number_of(bits[first]):g}, {self._names[other]} "
+                f"{number_of(bits[other]):g}; give all ranks the same"
             )
 
-    def _differing(self, by_process: Sequence[float]) -> tuple[int, int] | None:
+    def _differing(self, by_process: Sequence[int]) -> tuple[int, int] | None:
         """The first process of a pipeline and another one of it with another number; None if there is none."""
         for first, *others in self._processes.pipelines:
             for other in others:
@@ -316,7 +296,7 @@ class Agreement:
             )
         rows = [_Rows(*fields) for fields, _ in gathered]
         for pipeline in processes.pipelines:
-            _refuse_uneven_rows([rows[process] for process in pipeline], len(batch.shares))
+            _refuse_uneven_rows([rows[process] for process in pipeline], len(batch.inputs))
         return _weights([rows[process] for process in processes.pipeline_processes], inputs)
 
 
@@ -325,7 +305,7 @@ class _Row(NamedTuple):
 
     flags: list[int]
     calls: list[int]
-    numbers: list[float]
+    bits: list[int]  # of the numbers
     plans: list[int]
 
 

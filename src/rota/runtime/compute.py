@@ -7,8 +7,7 @@ F ──Kept──▶ I ──WeightWork──▶ W
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -41,18 +40,19 @@ from rota.runtime.precision import Autocast, ambient_autocast, without_autocast
 
 @dataclass(slots=True)
 class Batch:
-    """A step's micro-batches, each one's share of a mean loss, and what gradients are multiplied by.
+    """A step's micro-batches, and what gradients are multiplied by.
 
-    The micro-batches in `padding` count nothing. `alike`: all inputs have the same shapes. `rows` and
-    `target_rows`: the examples in each micro-batch that is read here, or only in the first one if all have equally
-    many. `whole`: inputs and targets as the caller gave them. `per_count`: what the sum of a loss with a count is
-    multiplied by until the count of all micro-batches is known. `loss_of_output`: the loss needs no target. `chunks`:
-    for each sample that is cut, its micro-batches. `keeps_outputs`: of the last stage, in `Compute.outputs`.
+    `shares`: each one's of a mean loss; those in `padding` count nothing; both are set once agreed. `alike`: all inputs
+    have the same shapes. `rows` and `target_rows`: the examples in each micro-batch that is read here, or only in the
+    first one if all have equally many. `whole`: inputs and targets as the caller gave them. `per_count`: what the sum
+    of a loss with a count is multiplied by until the count of all micro-batches is known. `loss_of_output`: the loss
+    needs no target. `chunks`: for each sample that is cut, its micro-batches. `keeps_outputs`: of the last stage, in
+    `Compute.outputs`.
     """
 
     split_inputs: Microbatches
     split_targets: Microbatches
-    shares: list[float]
+    shares: Sequence[float] = ()
     padding: tuple[int, ...] = ()
     scale: Number = 1.0
     alike: bool = False
@@ -90,19 +90,13 @@ class Batch:
 _DRAWN = torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@contextmanager
-def step_seed(device: Device) -> Iterator[int]:
-    """A number that seeds the ops of a step.
+def step_seed() -> int:
+    """A number that seeds the ops of a step, drawn from the CPU's generator.
 
-    Each rank has drawn one number afterwards, from the CPU's generator, whatever its stages drew: shuffles stay the
-    same on all ranks.
+    A run restores the random state behind it, so that each rank has drawn one number, whatever its stages drew:
+    shuffles stay the same on all ranks.
     """
-    seed = int(_DRAWN.random_(2**62))
-    random_state = device.random_state()
-    try:
-        yield seed
-    finally:
-        device.set_random_state(random_state)
+    return int(_DRAWN.random_(2**62))
 
 
 def seed_of(*numbers: int) -> int:
@@ -145,7 +139,7 @@ class Compute:
         self._forwards: dict[int, StageForward] = {}
         self._kept: dict[tuple[int, int], Any] = {}  # by stage and micro-batch: Kept, Again or WeightWork
         self._splits: dict[int, list[Split]] = {}  # by stage, see `input_gradients`
-        self._batch = Batch(Microbatches([]), Microbatches([]), [])
+        self._batch = Batch(Microbatches([]), Microbatches([]))
         self._chunks = PassedOn()
         self._seed = 0
         self._autocast: Autocast = ()

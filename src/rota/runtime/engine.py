@@ -49,6 +49,8 @@ from rota.runtime.stop_requests import StopRequests
 from rota.runtime.transport import Transport, collective
 from rota.runtime.updates import Report, Updates
 
+_NOTHING = nullcontext()
+
 
 class Options(TypedDict, total=False):
     """Options of a `Pipeline`, which says what they mean."""
@@ -142,22 +144,22 @@ class Engine:
 
     def run(self, call: Call, ready: ReadyPlan, batch: Batch, scale: float, watch: MemoryWatch | None = None) -> Ran:
         """Run a plan once. Collective. `scale`: as `step` was given it; `watch` sees each op's end."""
-        execution = ready.execution
+        execution, device = ready.execution, self.here.device
         execution.awaits("the other ranks to reach the same step")
         self.watched.run = execution
         handle: StepHandle | None = None
         is_here_alone = False  # whether what is raised is raised on this rank only
+        seed, random_state = step_seed(), device.random_state()
         try:
-            with step_seed(self.here.device) as seed, self.watchdog.watching(execution.doing):
+            with self.watchdog.watching(execution.doing):
                 agreed = self._agree(call, ready, batch, seed, scale)
                 is_here_alone = True
                 self._run_ops(call, ready, batch, agreed, watch)
                 is_here_alone = False
-                loss = StepLoss()
                 if call.waits:
                     loss = self.step_results.finish(call, ready, batch)
                 else:
-                    handle = self.step_results.hand_over(call, ready, batch, self.watched.step)
+                    loss, handle = StepLoss(), self.step_results.hand_over(call, ready, batch, self.watched.step)
                 is_over = handle is None or handle.is_done
                 if is_over and execution.trains and call.syncs and not self.step_results.loss_scale.is_on:
                     self.updates.watch_gradients()
@@ -168,6 +170,8 @@ class Engine:
             if is_here_alone or not is_on_all_ranks(error):
                 self.break_off(error)
             raise
+        finally:
+            device.set_random_state(random_state)
         if execution.trains and call.waits and not math.isfinite(loss.mean):
             with self.together(execution.doing):
                 self.step_results.refuse_nonfinite(ready, batch, loss.mean, self.watched.step)
@@ -187,13 +191,14 @@ class Engine:
 
     def _run_ops(self, call: Call, ready: ReadyPlan, batch: Batch, agreed: Agreed, watch: MemoryWatch | None) -> None:
         execution = ready.execution
-        if execution.trains and ready.reductions is not None:
+        if self.gradients.is_needed and execution.trains and ready.reductions is not None:
             self.gradients.begin(ready.reductions, call.syncs, agreed.learns)
         seed = agreed.seed + self.processes.replica
-        with self.updates.refused() if call.is_step else nullcontext():
+        with self.updates if call.is_step else _NOTHING:
             execution.run(batch, seed, agreed.learns, watch)
         refuse_writes_to_shared(batch.split_inputs, batch.split_targets)
-        self.gradients.finish(execution, call.syncs)
+        if self.gradients.is_needed:
+            self.gradients.finish(execution, call.syncs)
 
     @contextmanager
     def together(self, doing: str | Describe) -> Iterator[None]:

@@ -123,15 +123,14 @@ class Execution:
         self.at = None
         (self._channels or self._transport).drain()
         if self.trains:
-            edges = [edge[:2] for edge in self._stages.edges]
-            self._transport.flags.end(edges, self._bound.program.num_gradients_sent)
+            self._transport.flags.end(self._stages.edges, self._bound.program.num_gradients_sent)
         if learns:
             self._layouts.learn()
         self.complete, self._is_settled = True, False
 
     def _begin(self, batch: Batch, learns: bool, actions: list[Bound]) -> None:
         self._run.behind[:] = []  # before its marks are used again
-        if not self._is_settled:  # nobody has asked for the times of the step before
+        if is_queued(self._device) and not self._is_settled:  # nobody has asked for the times of the step before
             self._device.reuse(self.marks.on_device)
         self._run.marks, self.complete, self._is_settled = Marks(), False, True
         self.record.microbatch_rows = batch.rows[0] if len({*batch.rows}) == 1 else None

@@ -9,6 +9,7 @@ from typing import final
 import torch
 
 from rota.core.errors import PipelineError
+from rota.models.stage_edges import StageEdge
 from rota.runtime.gradients.split_backward import Gradients
 from rota.runtime.messages import Format
 
@@ -62,14 +63,14 @@ class GradientFlags:
             self._edges.add(edge)
         return [gradient if is_present else None for gradient, is_present in zip(gradients, are_present, strict=True)]
 
-    def end(self, edges: Sequence[tuple[int, int]], num_sent: Counter[int]) -> None:
+    def end(self, edges: Sequence[StageEdge], num_sent: Counter[int]) -> None:
         """The run has ended. `edges`: their stages; `num_sent`: by edge, the messages with gradients sent here.
 
         Raises PipelineError if zeros were sent for a tensor in all micro-batches.
         """
         for (edge, i), num_zeros in self._zeros.items():
             if num_zeros == num_sent[edge]:
-                source, target = edges[edge]
+                source, target, *_ = edges[edge]
                 raise PipelineError(
                     f"what stage {source} sends to stage {target} got no gradient in any micro-batch of this step "
                     f"(tensor {i} of those that want one), unlike in an earlier step, so weights would get gradients "

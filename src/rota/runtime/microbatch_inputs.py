@@ -91,16 +91,14 @@ class MicrobatchInputs:
         if has_loss and self._takes_target and missing:
             got = "targets=None" if targets is None else f"targets[{missing[0]}] = None"
             raise PipelineError(f"rank {self._rank} holds the last stage, but got {got}; pass them on this rank")
-        if self._device != torch.device("cpu"):
+        if self._device.type != "cpu":
             read = [value for m in self._read for value in self._inputs_read(split_inputs, m)]
             split_inputs = self._moved(split_inputs, read)
             split_targets = self._moved(split_targets, [split_targets.values[m] for m in self._targeted])
         return Batch(
             split_inputs,
             split_targets,
-            self.shares(split_targets.sizes or split_inputs.sizes),
-            split_targets.padding or split_inputs.padding,
-            scale,
+            scale=scale,
             alike=not (isinstance(inputs, list) or self._chunks) and len({*split_inputs.sizes} - {0}) < 2,
             rows=_rows(split_inputs, self._read),
             target_rows=_rows(split_targets, self._targeted),

@@ -11,7 +11,7 @@ first row again, and do not count.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,8 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: boo
     n = num_microbatches
     if batch is None:
         return Microbatches([None] * n)
-    if isinstance(batch, torch.Tensor) and batch.dim() and len(batch) and not len(batch) % n:  # as most are
-        return Microbatches([*torch.unsafe_split(batch, len(batch) // n)] if needed else [None] * n, (), len(batch))
+    if isinstance(batch, torch.Tensor) and batch.dim() and (num_rows := len(batch)) and not num_rows % n:  # as most are
+        return Microbatches([*torch.unsafe_split(batch, num_rows // n)] if needed else [None] * n, (), num_rows)
     if isinstance(batch, list):
         if len(batch) != n:
             raise PipelineError(
@@ -77,7 +77,7 @@ def to_microbatches(name: str, batch: Any, num_microbatches: int, *, needed: boo
 
 def refuse_writes_to_shared(*batches: Microbatches) -> None:
     """Raises PipelineError if a stage has written to a tensor that all micro-batches get."""
-    for place, tensor, version in chain.from_iterable(batch.shared for batch in batches):
+    for place, tensor, version in [shared for batch in batches for shared in batch.shared]:
         if version_of(tensor) != version:
             raise PipelineError(
                 f"a stage writes into {place} (shape {list(tensor.shape)}), which is the same for all micro-batches, "

@@ -36,7 +36,7 @@ from rota.runtime.precision import LossScale
 from rota.runtime.recorder import Record, merge
 from rota.runtime.step_progress import StepProgress, progress_of
 from rota.runtime.step_results import StepHandle
-from rota.runtime.transport import bring_outputs, collective
+from rota.runtime.transport import SUM, bring_outputs, collective
 
 
 @final
@@ -463,7 +463,7 @@ class Pipeline:
             return device.numbers(agreement.share(Call.CLIP_GRAD_NORM, doing, float(norm)))
         numbers = device.numbers([0.0 for _ in agreement.share(Call.CLIP_GRAD_NORM, doing)])
         numbers[dist.get_rank()].add_(norm)
-        self._engine.step_results.all_reduce(numbers, dist.ReduceOp.SUM, doing)
+        self._engine.step_results.all_reduce(numbers, SUM, doing)
         return numbers
 
     # --- afterwards -----------------------------------------------------------------------------------------------

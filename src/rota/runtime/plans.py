@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
-from typing import final
+from typing import Any, final
 from weakref import WeakKeyDictionary
 
 from rota.core.errors import PipelineError
@@ -37,7 +37,7 @@ _MOST_READY = 8  # a plan that is made for one batch is not used again
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ReadyPlan:
     """A plan, how this rank runs it, and what it reads of a batch.
 
@@ -51,6 +51,8 @@ class ReadyPlan:
     execution: Execution
     inputs: MicrobatchInputs
     reductions: Reductions | None
+    #: Of the last batch that all ranks compared: its sizes, and the weights of its micro-batches.
+    compared: tuple[object, Any] = (None, None)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -100,7 +102,8 @@ class ReadyPlans:
             here = replace(self._here, record=Record(self._here.rank), tied=())
             known = self._known_in_evaluation
             execution = Execution(self._stages, forwards, compute, here, sizes=training.sizes, known=known)
-            self._forwards[training] = replace(training, plan=forwards, execution=execution, reductions=None)
+            ready = replace(training, plan=forwards, execution=execution, reductions=None, compared=(None, None))
+            self._forwards[training] = ready
         return self._forwards[training]
 
     def _make(self, plan: Plan, number: int, sizes: tuple[Size, ...]) -> ReadyPlan:

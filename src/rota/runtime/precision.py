@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
 from typing import Any, TypeAlias, final
 from weakref import WeakSet
 
@@ -31,10 +32,15 @@ _NOT_READ = 1  # instead of the bits of a scale that is on the device
 
 def ambient_autocast() -> Autocast:
     """What autocast is on around the caller: device type and dtype of each, none if it is off."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _device_types() if torch.is_autocast_enabled(kind))
+
+
+@cache
+def _device_types() -> list[str]:
     types, accelerator = ["cpu"], torch.accelerator.current_accelerator()
     if accelerator is not None and torch.amp.is_autocast_available(accelerator.type):
         types.append(accelerator.type)
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind))
+    return types
 
 
 def without_autocast(autocast: Autocast) -> AbstractContextManager[object]:

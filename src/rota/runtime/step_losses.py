@@ -10,7 +10,7 @@ On a queued device the row is made, added up over the ranks, and kept there, unt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -25,7 +25,8 @@ from rota.runtime.device.numbers import Sums, read_numbers
 from rota.runtime.device.protocol import Device, HostDevice, Number
 from rota.runtime.json_messages import all_gather_json
 from rota.runtime.losses import MicrobatchLoss, Weighed, ratio
-from rota.runtime.transport import collective
+from rota.runtime.meshes import Processes
+from rota.runtime.transport import SUM, collective
 
 Key: TypeAlias = tuple[str, bool]  # a metric's name, and whether it is made of pairs
 
@@ -62,11 +63,11 @@ class LocalLosses(NamedTuple):
     losses: Mapping[int, MicrobatchLoss]
     counted: Iterable[int]
     added: Mapping[tuple[int, int], list[Weighed]]
-    shares: list[float]
+    shares: Sequence[float]
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Totals:
     """The sums of one step over all ranks, on the device or on their way from it."""
 
@@ -105,25 +106,18 @@ class Totals:
 class StepLosses:
     """Adds up the ranks' losses and metrics at the end of each step, in one message."""
 
-    def __init__(self, plan: Plan, rank: int, num_pipelines: int, device: Device) -> None:
-        placement = plan.placement
-        self._num_pipelines, self._device = num_pipelines, device
+    def __init__(self, plan: Plan, rank: int, processes: Processes, device: Device) -> None:
+        placement, self._processes, self._device = plan.placement, processes, device
         #: The stages whose losses are counted here; a stage on several ranks is counted on the first.
         self._stages = {stage for stage in placement.stages_on(rank) if placement.ranks_of(stage)[0] == rank}
         #: The metrics that all ranks know, and their places in the row.
         self._names: tuple[Key, ...] = ()
         self._places: dict[Key, int] = {}
 
-    def total(
-        self,
-        local: LocalLosses,
-        asks_to_stop: bool,
-        add_up: Callable[[torch.Tensor], None],
-        everyone: dist.ProcessGroup,
-    ) -> Totals:
+    def total(self, local: LocalLosses, asks_to_stop: bool, all_reduce: Callable[..., None]) -> Totals:
         """Add up the step's losses over all processes. Collective; does not wait for the device.
 
-        `asks_to_stop`: whether this rank does. `add_up` sums a tensor on the device over all processes.
+        `asks_to_stop`: whether this rank does. `all_reduce`: that of `StepResults`.
         """
         if local.added:
             added = {place: losses for place, losses in local.added.items() if place[0] in self._stages}
@@ -138,11 +132,11 @@ class StepLosses:
                 sums.add(place, value, share)
                 sums.add(place + 1, weight)
         row = sums.on(self._device)
-        add_up(row)
-        learn_names = partial(self._learn_names, local, everyone)
-        return Totals(row, self._device.read(row), self._names, self._num_pipelines, learn_names)
+        all_reduce(row, SUM, "waiting for the other ranks' losses")
+        num_pipelines, learn_names = len(self._processes.pipelines), partial(self._learn_names, local)
+        return Totals(row, self._device.read(row), self._names, num_pipelines, learn_names)
 
-    def _learn_names(self, local: LocalLosses, everyone: dist.ProcessGroup) -> dict[Key, tuple[float, float]]:
+    def _learn_names(self, local: LocalLosses) -> dict[Key, tuple[float, float]]:
         """All ranks' metrics, gathered because some ranks have new names. Collective; waits for the device."""
         metrics = [*_metrics(local)]
         values = read_numbers([value for _, _, value, _ in metrics], self._device)
@@ -152,7 +146,7 @@ class StepLosses:
             for (key, share, _, _), value, weight in zip(metrics, values, weights, strict=True)
         ]
         totals: dict[Key, tuple[float, float]] = dict.fromkeys(self._names, (0.0, 0.0))
-        for name, is_pair, total, weight in chain.from_iterable(all_gather_json(here, everyone)):
+        for name, is_pair, total, weight in chain.from_iterable(all_gather_json(here, self._processes.everyone)):
             before = totals.get((name, is_pair), (0.0, 0.0))
             totals[name, is_pair] = before[0] + total, before[1] + weight
         self._names = tuple(sorted(totals))

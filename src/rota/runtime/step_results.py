@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from rota.runtime.precision import LossScale, Refuse, nothing_to_refuse
 from rota.runtime.reducing.loss_counts import LossCounts, refuse_change
 from rota.runtime.step_losses import AT_ONCE, LATER, LocalLosses, StepLoss, StepLosses, Totals, refuse_loss
 from rota.runtime.stop_requests import StopRequests
-from rota.runtime.transport import collective
+from rota.runtime.transport import MAX, collective
 
 
 @final
@@ -51,7 +51,7 @@ class StepResults:
         allow_nonfinite_loss: bool,
     ) -> None:
         self._device, self._transport, self._processes = here.device, here.transport, processes
-        self._losses = StepLosses(plan, here.rank, len(processes.pipelines), here.device)
+        self._losses = StepLosses(plan, here.rank, processes, here.device)
         self._counts, self._stops, self._watchdog = loss_counts, stops, watchdog
         self._name, self._allow_nonfinite_loss = processes.names[dist.get_rank()], allow_nonfinite_loss
         self.loss_scale: Final = LossScale(here.device)
@@ -65,10 +65,10 @@ class StepResults:
 
     def finish(self, call: Call, ready: ReadyPlan, batch: Batch) -> StepLoss:
         """The loss of a run that waits. Raises PipelineError, on all ranks, if the losses do not fit together."""
-        loss = StepLoss()
-        if call.has_loss:
-            loss = self._read(self._totals(ready, batch), AT_ONCE)
-            self._stops.agreed |= self.begun.settle()  # they have ended, as they came before
+        if not call.has_loss:
+            return StepLoss()
+        loss = self._read(self._totals(ready, batch), AT_ONCE)
+        self._stops.agreed |= self.begun.settle()  # they have ended, as they came before
         if ready.execution.trains:
             self._settle(call, ready.execution, loss.count, AT_ONCE)(AT_ONCE)
         return loss
@@ -147,13 +147,13 @@ class StepResults:
     def _totals(self, ready: ReadyPlan, batch: Batch) -> Totals:
         """Of all micro-batches and replicas. The same message carries requests to stop."""
         execution, compute = ready.execution, ready.execution.compute
-        doing = "the other ranks' losses"
-        execution.awaits(doing)
-        counted = [m for m in ready.inputs.counted if not batch.is_padding(m)]
-        local = LocalLosses(compute.losses, counted, compute.added, batch.shares)
-        add_up = partial(self.all_reduce, how=dist.ReduceOp.SUM, doing=f"waiting for {doing}")
+        execution.awaits("the other ranks' losses")
+        counted = ready.inputs.counted
+        if batch.padding:
+            counted = [m for m in counted if not batch.is_padding(m)]
         self._num_losses += 1
-        return self._losses.total(local, self._stops.asked(), add_up, self._processes.everyone)
+        local = LocalLosses(compute.losses, counted, compute.added, batch.shares)
+        return self._losses.total(local, self._stops.asked(), self.all_reduce)
 
     def _read(self, totals: Totals, remedy: str) -> StepLoss:
         loss, stops = totals.read(remedy, together=True)
@@ -168,19 +168,19 @@ class StepResults:
     def _settle(self, call: Call, execution: Execution, count: Number | None, remedy: str) -> Refuse:
         """Divide gradients by the loss's count, and let all scalers see an overflow; see `LossScale.settle`."""
         self._counts.finish(count, call.syncs, remedy)
-        if not call.syncs:
+        if not (call.syncs and self.loss_scale.is_on):
             return nothing_to_refuse
         execution.awaits("the other ranks' scalers")
-        agree = partial(self.all_reduce, how=dist.ReduceOp.MAX, doing="comparing overflows")
+        agree = partial(self.all_reduce, how=MAX, doing="comparing overflows")
         return self.loss_scale.settle(self._counts.parameters, agree)
 
-    def all_reduce(self, row: torch.Tensor, how: Any, doing: str) -> None:
+    def all_reduce(self, row: torch.Tensor, how: dist.AllreduceOptions, doing: str) -> None:
         """Over all processes, where the row is. `doing`: for the error if a rank is lost. Collective."""
         if row.is_cpu:
             self._transport.all_reduce(row, how, doing)
         else:
             with collective(doing):
-                dist.all_reduce(row, how, group=self._processes.everyone_on_device)
+                dist.all_reduce(row, how.reduceOp, group=self._processes.everyone_on_device)
 
 
 # --- steps with handles -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -207,10 +207,10 @@ class Transport:
         if self._failure is not None:
             raise self._failure
 
-    def all_reduce(self, tensor: torch.Tensor, how: Any, doing: str) -> None:
-        """`dist.all_reduce` over `everyone`, without its checks. `doing`: for the error if a rank is lost."""
+    def all_reduce(self, tensor: torch.Tensor, how: dist.AllreduceOptions, doing: str) -> None:
+        """`dist.all_reduce` over `everyone`, without its checks. `how`: `MAX` or `SUM`; `doing`: if a rank is lost."""
         try:
-            self._everyone.allreduce([tensor], _all_reduce_options(how)).wait()
+            self._everyone.allreduce([tensor], how).wait()
         except RuntimeError as error:
             raise _lost_together(doing) from error
 
@@ -243,11 +243,13 @@ def _lost_together(doing: str) -> LostRankError:
     return LostRankError("lost a rank", doing)
 
 
-@cache
 def _all_reduce_options(how: Any) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = how
     return options
+
+
+MAX, SUM = map(_all_reduce_options, (dist.ReduceOp.MAX, dist.ReduceOp.SUM))
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,7 @@ Gradients that were written to before the first update are reported once: each r
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -57,6 +56,8 @@ NUM_FLAGS = len(Report().flags())
 class Updates:
     """Watches one rank's updates, by versions and by a hook that PyTorch calls before each step of any optimizer.
 
+    A step runs inside of it: weights must not change there. Raises PipelineError if they did.
+
     `named`: the parameters of this rank's stages. `reports_clipping`: there are other ranks, whose gradients belong to
     the norm as well.
     """
@@ -94,17 +95,16 @@ class Updates:
         written = [before != after for parameter, before, after in pairs if parameter.requires_grad]
         return bool(written) and all(written)
 
-    @contextmanager
-    def refused(self) -> Iterator[None]:
-        """While a step runs: weights must not change. Raises PipelineError if they did."""
+    def __enter__(self) -> None:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_update)
         self._versions = versions_of(self._parameters)
         self._has_stepped, self._stranger, self._is_running, self._gradients = False, "", True, []
-        try:
-            yield
-        finally:
-            self._is_running = False
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._is_running = False
+        if kind is not None:
+            return
         if (now := versions_of(self._parameters)) != self._versions:
             self._refuse_written(now)
         self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)
@@ -124,7 +124,7 @@ class Updates:
         """Report what the script does to the gradients of this step, which are complete, before its first update."""
         if self._reports_clipping and not self._was_updated:
             gradients = (parameter.grad for parameter in self._parameters)
-            self._gradients = [(local(g), version_of(local(g))) for g in gradients if g is not None]
+            self._gradients = [((own := local(g)), version_of(own)) for g in gradients if g is not None]
 
     def forget_gradients(self) -> None:
         """The pipeline itself changes them now."""

@@ -45,9 +45,6 @@ class Device(Protocol):
     def times_ns(self, marks: Sequence[Mark]) -> list[int]:
         """When the marks of the last step were reached, in ns of the host's monotonic clock. Marks are read once."""
 
-    def reuse(self, marks: Sequence[Mark]) -> None:
-        """Nobody will read these marks."""
-
     def number(self, tensor: torch.Tensor) -> Number:
         """The number in a tensor with one element, as it is now; nan if the tensor is on meta."""
 
@@ -81,6 +78,9 @@ class QueuedDevice(Device, Protocol):
 
     def mark_on(self, stream: Any) -> Mark:
         """This moment, behind all kernels that `stream` has got. A mark is an event too."""
+
+    def reuse(self, marks: Sequence[Mark]) -> None:
+        """Nobody will read these marks."""
 
     def wait(self, stream: Any, event: Any) -> None:
         """Let the kernels that `stream` gets from now on wait for the event."""
@@ -123,9 +123,6 @@ class HostDevice:
     def times_ns(self, marks: Sequence[int]) -> list[int]:
         """The marks themselves."""
         return [*marks]
-
-    def reuse(self, marks: Sequence[int]) -> None:
-        """Nothing: a mark is a number."""
 
     def number(self, tensor: torch.Tensor) -> float:
         """The number itself."""

@@ -88,6 +88,8 @@ class GradientSync:
         self._with_tied = {stage for stage in last if tied & {*stages[stage].parameters()}}
         self._last_tied: int | None = None
         self._syncs = True  # in this step
+        #: Whether steps have anything to do here.
+        self.is_needed = bool(shared or self._shared.buffers or [*self._sharded] or processes.replicas is not None)
         #: The ranks of each group of tied weights of this rank, in the order of their sums.
         self.tied_ranks = [*self._shared.sums]
         self._sums = {ranks: partial(self._start, tied_sum) for ranks, tied_sum in self._shared.sums.items()}

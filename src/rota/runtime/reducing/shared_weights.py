@@ -112,13 +112,14 @@ class SharedWeights:
         #: During a step: the part of each `.grad` that was summed before.
         self._held_back: dict[nn.Parameter, torch.Tensor | None] = {}
         self._open: dict[nn.Parameter, _Open] | None = None  # None after a step whose gradients were summed
-        self._buffers = [*_copied_buffers(stages, placement, rank)]
+        #: Those of this rank's stages that other ranks have, too: (stage, name, buffer).
+        self.buffers = [*_copied_buffers(stages, placement, rank)]
         self._versions: list[int] = []
 
     def begin(self) -> None:
         """Hold back the part of each `.grad` that is already a sum, so that it is not summed again."""
         self._held_back = {parameter: self._hold_back(parameter) for parameter in self.tied}
-        self._versions = [version_of(buffer) for _, _, buffer in self._buffers]
+        self._versions = [version_of(buffer) for _, _, buffer in self.buffers]
 
     def _hold_back(self, parameter: nn.Parameter) -> torch.Tensor | None:
         whole = parameter.grad
@@ -143,7 +144,7 @@ class SharedWeights:
 
         Returns the marks around each sum. On a queued device the sums have been started.
         """
-        for (stage, name, buffer), version in zip(self._buffers, self._versions, strict=True):
+        for (stage, name, buffer), version in zip(self.buffers, self._versions, strict=True):
             if version_of(buffer) != version:
                 raise PipelineError(
                     f"stage {stage} changes its buffer {name!r}, which stages on several ranks share, so their "
