@@ -90,7 +90,7 @@ def test_a_broken_plan_is_refused_for_the_right_reason(
     broken = replace(plan, orders=tuple(map(tuple, orders)))
     error = refusal(broken)
     assert error.reason == REASONS[break_]
-    rank, op = re.match(r"rank (\d+) (?:does|never does) (\d+[FBIWR]-?\d+)", str(error)).groups()
+    rank, op = re.match(r"rank (\d+) (?:does|never does) (\d+[A-Z]-?\d+)", str(error)).groups()
     names = [str(op) for op in broken.orders[int(rank)]]
     assert names.count(op) == {"missing": 0, "duplicate": 2}.get(error.reason, 1)
 

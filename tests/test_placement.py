@@ -214,7 +214,7 @@ def test_any_text_is_an_op_or_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "F", "2F", "F0", "2X0", "-1F0", "2F0x", "2F0,", "\u0663F0", "1" * 10 + "F0"])
 def test_what_is_no_op_is_refused_with_its_text(text: str) -> None:
-    with pytest.raises(FormatError, match="write stage, one of F B I W R, and micro-batch, such as 2F0") as caught:
+    with pytest.raises(FormatError, match="write stage, one of F B I W R O L, and micro-batch, such as 2F0") as caught:
         Op.parse(text)
     assert repr(text) in str(caught.value)
 

@@ -112,7 +112,7 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["0F1", " 0F", "0F ", "F", "0X", "+1F", "1_0F", "\u0663F", "1000000000F"])
 def test_a_task_has_exactly_its_name(name: str) -> None:
-    with pytest.raises(FormatError, match=r"plan.tasks\[0\]\[0\] is .*; expected a stage and one of F B I W R"):
+    with pytest.raises(FormatError, match=r"plan.tasks\[0\]\[0\] is .*; expected a stage and one of F B I W R O L"):
         Plan.from_json(changed(tasks=[[name, [0], 1, 0, 0]], edges=[]))
 
 

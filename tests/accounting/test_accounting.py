@@ -144,6 +144,8 @@ def cause_at(timeline: Timeline, rank: int, now: int) -> Cause:
             return Cause.ORDER
     if now < made:
         return Cause.WAITING if gap else Cause.WARM_UP
+    if route >= 0 and placement.routes[route].sender == placement.routes[route].receiver:
+        return Cause.COPY
     return Cause.SHARED_LINK if now < sent and placement.routes[route].shared else Cause.TRANSFER
 
 

@@ -23,7 +23,8 @@ MOST_TASKS = 8
 _times = st.integers(0, 9)
 _sizes = st.integers(0, 20)
 _rates = st.none() | st.integers(1, 5)
-_names = st.tuples(st.integers(0, 5), st.sampled_from(Kind))
+_computing = st.sampled_from([kind for kind in Kind if not kind.is_copy])
+_names = st.tuples(st.integers(0, 5), _computing)
 _numbers = st.tuples(_times, st.integers(-20, 20), _sizes)
 
 links = st.builds(Link, st.integers(0, 5), _rates)
@@ -126,8 +127,12 @@ def _one_or_each(num_edges: int) -> st.SearchStrategy[int | tuple[int, ...]]:
 @cache
 @st.composite
 def placed(draw: st.DrawFn, wired: bool = False) -> Placement:
-    """What `place` makes of random costs, stages anywhere."""
+    """What `place` makes of random costs, stages anywhere; `wired`: some offload a part of what they keep."""
     stage_costs, cluster = draw(costs()), draw(clusters(wired))
+    if wired and draw(st.booleans()):
+        cluster = cluster.with_host_links(draw(between(1, 6)), draw(between(1, MOST_RANKS)))
+        copied = tuple(draw(between(0, most)) for most in stage_costs.kept_bytes)
+        stage_costs = replace(stage_costs, offload_bytes=copied)
     return place(stage_costs, cluster, draw(tuples_of(subsets(cluster.num_ranks), stage_costs.num_stages)))
 
 
@@ -244,18 +249,21 @@ def differing(draw: st.DrawFn, wired: bool = False, most_microbatches: int = 5) 
     streams = placement.num_components
     samples = draw(st.lists(between(0, 2), min_size=len(class_of), max_size=len(class_of)) | st.none())
     sample_of = [m % streams + streams * sample for m, sample in enumerate(samples or ())]
-    return Placement.of_classes(
-        [
-            replace(
-                placement,
-                tasks=tuple(Task(task.stage, task.kind, task.ranks, *draw(_numbers)) for task in tasks),
-                edges=tuple(edge._replace(num_bytes=draw(between(least, 20))) for edge in edges),
-            )
-            for _ in range(num_classes)
-        ],
-        class_of,
-        sample_of,
-    )
+
+    def drawn() -> Placement:
+        copied = {task.stage: draw(between(1, 20)) for task in tasks if task.kind is Kind.O}
+        numbers = {
+            task: (0, copied[task.stage] * (1 if task.kind is Kind.L else -1)) if task.kind.is_copy else draw(_numbers)
+            for task in tasks
+        }
+        of_class = tuple(Task(task.stage, task.kind, task.ranks, *numbers[task]) for task in tasks)
+        sizes = [
+            copied[tasks[edge.source].stage] if placement.is_copy(edge) else draw(between(least, 20)) for edge in edges
+        ]
+        resized = tuple(edge._replace(num_bytes=size) for edge, size in zip(edges, sizes, strict=True))
+        return replace(placement, tasks=of_class, edges=resized)
+
+    return Placement.of_classes([drawn() for _ in range(num_classes)], class_of, sample_of)
 
 
 @cache

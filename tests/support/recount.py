@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from rota import Cluster, Kind, Link, Op, Placement, Plan, Transfer
+from rota.core.cluster import HOST
 from rota.core.tasks import PerClass
 
 _NEVER_US = 10**6
@@ -38,7 +39,8 @@ class Recount:
 
 
 def link_between(cluster: Cluster, sender: int, receiver: int) -> Link:
-    return next((link for a, b, link in cluster.links if (a, b) == (sender, receiver)), cluster.link)
+    usual = Link() if HOST in (sender, receiver) else cluster.link
+    return next((link for a, b, link in cluster.links if (a, b) == (sender, receiver)), usual)
 
 
 def divided(num_bytes: int, rate: int | None) -> int:
@@ -47,16 +49,29 @@ def divided(num_bytes: int, rate: int | None) -> int:
 
 
 def messages_of(plan: Plan) -> list[Message]:
-    """All transfers of a step: rank by rank where both tasks have as many ranks, else from the first rank to all."""
+    """All transfers of a step: rank by rank where both tasks have as many ranks, else from the first rank to all.
+
+    Copies to the host, for O, and back, from L, are transfers of a rank to itself that hold nothing.
+    """
     placement, found = plan.placement, []
     for edge in placement.edges:
         source, target = placement.tasks[edge.source], placement.tasks[edge.target]
         for i, receiver in enumerate(target.ranks):
             sender = source.ranks[i if len(source.ranks) == len(target.ranks) else 0]
-            for m in placement.microbatches(source.stage, plan.num_microbatches) if sender != receiver else ():
+            copies = source.stage == target.stage and sender == receiver
+            if copies and target.kind == "O":
+                ends = sender, HOST
+            elif copies and source.kind == "L" and target.kind in ("B", "I"):
+                ends = HOST, receiver
+            elif sender != receiver:
+                ends = sender, receiver
+            else:
+                continue
+            for m in placement.microbatches(source.stage, plan.num_microbatches):
                 ops = Op(source.stage, source.kind, m), Op(target.stage, target.kind, m)
                 size = figure_of(placement, edge.num_bytes, m)
-                found.append(_message(placement.cluster, Transfer(*ops, sender, receiver, size)))
+                transfer = Transfer(*ops, sender, receiver, 0 if HOST in ends else size)
+                found.append(_message(placement.cluster, transfer, ends, size))
     return found
 
 
@@ -65,8 +80,8 @@ def figure_of(placement: Placement, figure: int, microbatch: int) -> int:
     return figure.values[placement.class_of[microbatch]] if isinstance(figure, PerClass) else figure
 
 
-def _message(cluster: Cluster, transfer: Transfer) -> Message:
-    _, _, sender, receiver, size = transfer
+def _message(cluster: Cluster, transfer: Transfer, ends: tuple[int, int], size: int) -> Message:
+    sender, receiver = ends
     link = link_between(cluster, sender, receiver)
     uses = [i for i, each in enumerate(cluster.shared) if sender in each.senders and receiver in each.receivers]
     service_us = max([divided(size, cluster.shared[i].bytes_per_us) for i in uses], default=0)

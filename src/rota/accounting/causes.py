@@ -27,6 +27,7 @@ class Cause(StrEnum):
     WAITING = "waiting"  #: the next op needs one that another rank has not finished
     SHARED_LINK = "link"  #: an input of the next op waits for a link that transfers share
     TRANSFER = "transfer"  #: an input of the next op is in transit
+    COPY = "copy"  #: the next op waits for a copy between the rank and its host
     LAUNCH = "launch"  #: the next op is ready but has not started yet
     DRAIN = "drain"  #: the rank has no op left
 
@@ -42,6 +43,7 @@ DESCRIPTIONS = {
     Cause.WAITING: "the next op needs one that another rank has not finished",
     Cause.SHARED_LINK: "an input waits for a link that others are using",
     Cause.TRANSFER: "an input of the next op is in transit",
+    Cause.COPY: "the next op waits for a copy to or from the host",
     Cause.LAUNCH: "the next op is ready but has not started yet",
     Cause.DRAIN: "the rank has finished, but others have not",
 }
@@ -59,6 +61,7 @@ COLORS: dict[Cause, str] = {
     Cause.WAITING: "#8899A6",
     Cause.SHARED_LINK: "#332288",
     Cause.TRANSFER: "#44AA99",
+    Cause.COPY: "#661100",
     Cause.LAUNCH: "#4E8F5A",
     Cause.DRAIN: "#B3ADDC",
 }

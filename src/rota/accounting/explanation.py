@@ -327,6 +327,7 @@ def _describe(stretch: Stretch) -> str:
         Cause.WAITING: f"waiting for {what}",
         Cause.SHARED_LINK: f"while {what} waits for a shared link",
         Cause.TRANSFER: f"while {what} is in transit",
+        Cause.COPY: f"while {what} is copied",
         Cause.LAUNCH: f"before {what} started, although it was ready",
         Cause.DRAIN: f"after its last op, until {what} ends the step",
     }[stretch.cause]

@@ -96,7 +96,11 @@ class _Accounts:
         yield Idle(rank, start_us, made_us, Cause.WAITING if place.position else Cause.WARM_UP, maker)
         message: Op | Transfer = maker
         if arrival.route >= 0:
-            message = self._timeline.plan.placement.transfer(arrival.route, self._readiness.op(place).microbatch)
+            placement = self._timeline.plan.placement
+            message = placement.transfer(arrival.route, self._readiness.op(place).microbatch)
+            if placement.routes[arrival.route].is_copy:
+                yield Idle(rank, made_us, ready_us, Cause.COPY, message)
+                return
         yield Idle(rank, made_us, sent_us, Cause.SHARED_LINK, message)
         yield Idle(rank, sent_us, ready_us, Cause.TRANSFER, message)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rota.calibration.best_plan import OVERLOADED
 from rota.calibration.measured_times import median_us, step_ends_us, with_durations
 from rota.calibration.spread import Spread, copies, have_same_layers, rank_loads, with_equal_copies
-from rota.core.cluster import Link
+from rota.core.copies import without_copies
 from rota.core.errors import RotaError
 from rota.core.placement import Placement
 from rota.core.plan import Plan, Usage
@@ -84,15 +84,22 @@ def advice(timeline: Timeline, spread: Spread) -> list[Suggestion]:
 def _changes(plan: Plan) -> Iterator[_Change]:
     """Changes to the costs; the orders stay."""
     placement = plan.placement
-    if any(route.duration_us != 0 for route in placement.routes):
+    if any(route.duration_us != 0 for route in placement.routes if not route.is_copy):
         yield _Change("transfers", "transfers that take no time", _with_free_transfers)
+    if any(route.is_copy for route in placement.routes):
+        yield _Change("copies", "copies to and from the host that take no time", _without_copies)
     if placement.step_ends:
         yield _Change("step ends", "reductions and optimizer steps that take no time", _with_free_step_ends)
 
 
 def _with_free_transfers(plan: Plan) -> Plan:
-    cluster = replace(plan.placement.cluster, link=Link(), links=(), shared=())
-    return replace(plan, placement=replace(plan.placement, cluster=cluster), service_orders=())
+    placement = replace(plan.placement, cluster=plan.placement.cluster.with_free_transfers())
+    return replace(plan, placement=placement, service_orders=())
+
+
+def _without_copies(plan: Plan) -> Plan:
+    orders = tuple(tuple(op for op in order if not op.kind.is_copy) for order in plan.orders)
+    return replace(plan, placement=without_copies(plan.placement), orders=orders, service_orders=())
 
 
 def _with_free_step_ends(plan: Plan) -> Plan:

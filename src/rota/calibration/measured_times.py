@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import itemgetter
 from statistics import linear_regression, median, median_low
 
-from rota.core.cluster import Cluster, Link
+from rota.core.cluster import HOST, Cluster, Link
 from rota.core.errors import PlanError
 from rota.core.placement import Placement
 from rota.core.tasks import Amount, Kind, Op, StepEnd, Task, amount_of, value_in
@@ -92,11 +92,11 @@ def _cluster(timelines: Sequence[Timeline]) -> Cluster:
     measured: dict[tuple[int, int], dict[int, list[int]]] = {}  # (sender, receiver) -> bytes -> µs
     for timeline in timelines:
         placement = timeline.plan.placement
-        for r, route in enumerate(placement.routes):
-            by_size = measured.setdefault((route.sender, route.receiver), {})
+        for r in range(len(placement.routes)):
+            by_size = measured.setdefault(placement.ends_of(r), {})
             batches = timeline.plan.microbatches_on(r)
             for m, start, end in zip(batches, timeline.sent_us[r], timeline.arrived_us[r], strict=True):
-                by_size.setdefault(placement.value(route.num_bytes, m), []).append(max(end - start, 0))
+                by_size.setdefault(placement.value(placement.moved_bytes(r), m), []).append(max(end - start, 0))
     links: dict[tuple[int, int], Link] = {}
     for sender, receiver, link in cluster.links:
         links.setdefault((sender, receiver), link)  # the first entry of a pair counts
@@ -104,7 +104,7 @@ def _cluster(timelines: Sequence[Timeline]) -> Cluster:
         if any(by_size.values()):
             rates = [cluster.shared[i].bytes_per_us for i in cluster.shared_between(*pair)]
             links[pair] = fit_link(by_size, cluster.link_between(*pair), min(rates, default=None))
-    special = tuple((*pair, link) for pair, link in links.items() if link != cluster.link)
+    special = tuple((*pair, link) for pair, link in links.items() if link != cluster.link or HOST in pair)
     return replace(cluster, links=special)
 
 

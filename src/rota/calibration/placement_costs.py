@@ -37,6 +37,7 @@ def costs_of(placement: Placement, note: str = "") -> Costs:
     backward = [_task(placement, stage, Kind.I if is_split else Kind.B) for stage in stages]
     weight = [_task(placement, stage, Kind.W) for stage in stages] if is_split else []
     again = [placement.task(stage, Kind.R) for stage in stages]
+    loads = [placement.task(stage, Kind.L) for stage in stages]
     freed = _column(backward, "held_bytes")
     kept_for_weight = _column(weight, "held_bytes") or (0,) * len(stages)
     ends = {end.stage: end for end in placement.step_ends}
@@ -61,6 +62,7 @@ def costs_of(placement: Placement, note: str = "") -> Costs:
         if any(again)
         else None,
         checkpoint_bytes=tuple(0 if r is None else scalar(f.held_bytes) for f, r in zip(forward, again, strict=True)),
+        offload_bytes=tuple(0 if task is None else scalar(task.held_bytes) for task in loads),
         edges=edges,
         note=note,
         microbatch_rows=placement.microbatch_rows,

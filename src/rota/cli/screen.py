@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rota.core.cluster import HOST
 from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.text import count_text, fitted, size_text, time_text
@@ -82,14 +83,21 @@ def counts_transfers(placement: Placement) -> bool:
 
 
 def _counted(placement: Placement) -> Iterator[str]:
-    links = [placement.cluster.link_between(*pair) for pair in {(r.sender, r.receiver) for r in placement.routes}]
+    pairs = {(route.sender, route.receiver) for route in placement.routes if not route.is_copy}
+    links = [placement.cluster.link_between(*pair) for pair in pairs]
     latencies = [link.latency_us for link in links]
     if any(latencies):
         yield f"latency ({_range(latencies, time_text)})"
     if rates := [link.bytes_per_us * 1_000_000 for link in links if link.bytes_per_us is not None]:
         yield f"rate ({_range(rates, lambda rate: f'{size_text(rate)}/s')})"
-    for i in sorted({i for route in placement.routes for i in route.shared}):
-        shared = placement.cluster.shared[i]
+    used = [placement.cluster.shared[i] for i in sorted({i for route in placement.routes for i in route.shared})]
+    to_hosts = [shared for shared in used if HOST in (*shared.senders, *shared.receivers)]
+    if to_hosts:
+        rates = [shared.bytes_per_us * 1_000_000 for shared in to_hosts]
+        yield f"copies to hosts ({_range(rates, lambda rate: f'{size_text(rate)}/s')})"
+    for shared in used:
+        if shared in to_hosts:
+            continue
         ranks = count_text(len({*shared.senders, *shared.receivers}), "rank")
         yield f"{shared.name} ({ranks} share {size_text(shared.bytes_per_us * 1_000_000)}/s)"
 

@@ -7,9 +7,10 @@ checker and solver agree exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -17,6 +18,10 @@ from rota.core import reading
 from rota.core.errors import PlacementError
 from rota.core.reading import Name, Positive, Whole, whole
 from rota.core.text import angle_repr, count_text, limit_text, size_text, time_text
+
+#: One end of a link: the memory of a rank's machine, to which activations are offloaded. The other ends are ranks.
+HOST = -1
+End: TypeAlias = Annotated[int, msgspec.Meta(ge=HOST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +62,14 @@ def _rate(name: str, value: object) -> int:
 class SharedLink:
     """What several pairs of ranks share: a host's memory, a network card, a switch. It serves one transfer at a time.
 
-    A transfer uses it if its sender is one of `senders` and its receiver is one of `receivers`.
+    A transfer uses it if its sender is one of `senders` and its receiver is one of `receivers`. Copies of activations
+    go from a rank to `HOST` and back.
 
     Attributes:
         name: What it is, for reports, such as "host node1".
         bytes_per_us: Its rate when it is always busy; 1 GB/s is 1000.
-        senders: Ranks.
-        receivers: Ranks.
+        senders: Ranks, or `HOST`.
+        receivers: Ranks, or `HOST`.
 
     Raises:
         PlacementError: The rate is not a whole number of 1 or more, or ranks are missing, repeated or invalid.
@@ -71,13 +77,16 @@ class SharedLink:
 
     name: Name
     bytes_per_us: Positive
-    senders: tuple[Whole, ...]
-    receivers: tuple[Whole, ...]
+    senders: tuple[End, ...]
+    receivers: tuple[End, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bytes_per_us", _rate(f"bytes_per_us of {self.name}", self.bytes_per_us))
         for name in ("senders", "receivers"):
-            ranks = tuple(whole(f"a rank in {name} of {self.name}", rank) for rank in getattr(self, name))
+            ranks = tuple(
+                HOST if rank == HOST else whole(f"a rank in {name} of {self.name}", rank)
+                for rank in getattr(self, name)
+            )
             if not ranks or len({*ranks}) != len(ranks):
                 raise PlacementError(f"{name} of the shared link {self.name} is {ranks}: give different ranks, from 0")
             object.__setattr__(self, name, ranks)
@@ -157,7 +166,7 @@ class Cluster:
         whole_limits = tuple(None if limit is None else whole(f"limit_bytes[{rank}]", limit) for rank, limit in limits)
         object.__setattr__(self, "limit_bytes", whole_limits)
         for sender, receiver, _ in self.links:
-            if not (0 <= sender < self.num_ranks and 0 <= receiver < self.num_ranks):
+            if not (HOST <= sender < self.num_ranks and HOST <= receiver < self.num_ranks):
                 raise PlacementError(f"link {sender} -> {receiver} leaves the cluster of {self.num_ranks} ranks")
         for shared in self.shared:
             if (rank := max(*shared.senders, *shared.receivers)) >= self.num_ranks:
@@ -194,9 +203,34 @@ class Cluster:
             raise PlacementError(f"num_ranks is {num_ranks}: a cluster needs at least 1 rank")
         return cls((limit_bytes,) * num_ranks, Link(latency_us, bytes_per_us))
 
+    def with_host_links(self, bytes_per_us: int, ranks_per_link: int = 1) -> Cluster:
+        """The same ranks with links to their hosts' memory and back, for activations that are offloaded.
+
+        Args:
+            bytes_per_us: The rate of a link in each direction; 1 GB/s is 1000.
+            ranks_per_link: How many ranks, one after the other, share a link. Default: each has its own.
+
+        Raises:
+            PlacementError: A number is not 1 or more.
+        """
+        if whole("ranks_per_link", ranks_per_link) < 1:
+            raise PlacementError("ranks_per_link is 0: each link needs a rank; give 1 or more")
+        links = list[SharedLink]()
+        for first in range(0, self.num_ranks, ranks_per_link):
+            ranks = tuple(range(first, min(first + ranks_per_link, self.num_ranks)))
+            name = f"rank {first}" if len(ranks) == 1 else f"ranks {first} to {ranks[-1]}"
+            links.append(SharedLink(f"{name} to host", bytes_per_us, ranks, (HOST,)))
+            links.append(SharedLink(f"host to {name}", bytes_per_us, (HOST,), ranks))
+        return replace(self, shared=(*self.shared, *links))
+
+    def with_free_transfers(self) -> Cluster:
+        """The same ranks, whose transfers to each other take no time; copies to and from their hosts do."""
+        to_hosts = tuple(link for link in self.shared if HOST in (*link.senders, *link.receivers))
+        return replace(self, link=Link(), links=(), shared=to_hosts)
+
     def link_between(self, sender: int, receiver: int) -> Link:
-        """The link from `sender` to `receiver`."""
-        return self._differing.get((sender, receiver), self.link)
+        """The link from `sender` to `receiver`; one of them may be `HOST`."""
+        return self._differing.get((sender, receiver), Link() if HOST in (sender, receiver) else self.link)
 
     def shared_between(self, sender: int, receiver: int) -> tuple[int, ...]:
         """Indices in `shared` of what a transfer from `sender` to `receiver` uses."""
@@ -244,6 +278,6 @@ class ClusterFile(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
 
     limit_bytes: tuple[Whole | None, ...]
     link: tuple[Whole, Positive | None]
-    links: tuple[tuple[Whole, Whole, Whole, Positive | None], ...]
+    links: tuple[tuple[End, End, Whole, Positive | None], ...]
     shared: tuple[SharedLink, ...] = ()
     all_reduces: tuple[AllReduceTimes, ...] = ()

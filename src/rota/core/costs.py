@@ -45,6 +45,7 @@ class Costs:
         recompute_us: Time of R, which makes the activations again before the backward; None for a stage that keeps its
             activations. None for all: no stage recomputes.
         checkpoint_bytes: Bytes that F holds if the stage recomputes.
+        offload_bytes: Bytes of what F holds that are copied to the host after it, and back before the backward.
         edges: (source, target) stages. None: a chain.
         note: Where the numbers come from.
         microbatch_rows: Examples in the micro-batch whose costs these are. None: unknown.
@@ -72,6 +73,7 @@ class Costs:
     optimizer_us: tuple[Whole, ...] = ()
     recompute_us: tuple[Whole | None, ...] | None = None
     checkpoint_bytes: tuple[Whole, ...] = ()
+    offload_bytes: tuple[Whole, ...] = ()
     edges: tuple[tuple[Whole, Whole], ...] | None = None
     note: str = ""
     microbatch_rows: Positive | None = None
@@ -109,6 +111,9 @@ class Costs:
         parts = {"input_frees_bytes": self.freed_by_input}
         if self.recompute_us is not None:
             parts["checkpoint_bytes"] = self.checkpoint_bytes
+        for stage, (part, kept) in enumerate(zip(self.offload_bytes, self.kept_bytes, strict=True)):
+            if part > kept:
+                raise PlacementError(f"offload_bytes[{stage}] is {part}, but F of this stage holds {kept}")
         for name, column in parts.items():
             for stage, (part, held) in enumerate(zip(column, self.activation_bytes, strict=True)):
                 if part > held:
@@ -130,6 +135,13 @@ class Costs:
     def freed_by_input(self) -> tuple[int, ...]:
         """Bytes of each stage's activations that I frees; by default half of them."""
         return self.input_frees_bytes or tuple(held // 2 for held in self.activation_bytes)
+
+    @property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Bytes that each stage's F holds: its activations, or the checkpoint of a stage that recomputes."""
+        recompute = self.recompute_us or (None,) * self.num_stages
+        parts = zip(recompute, self.activation_bytes, self.checkpoint_bytes, strict=True)
+        return tuple(held if us is None else checkpoint for us, held, checkpoint in parts)
 
     @property
     def spread(self) -> float:

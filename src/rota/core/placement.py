@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
 
-from rota.core.cluster import Cluster
+from rota.core.cluster import HOST, Cluster
 from rota.core.errors import PlacementError
 from rota.core.reading import whole, whole_rows
 from rota.core.taskgraph import CycleError, TaskGraph
@@ -114,6 +114,7 @@ class Placement:
             often, _ = Counter(ending).most_common(1)[0]
             raise PlacementError(f"step_ends names stage {often} twice; a stage ends once, so remove one of them")
         self._refuse_cycles()
+        self._refuse_half_copies()
 
     def _checked_classes(self) -> tuple[int, ...]:
         """`class_of`; empty where no amount differs."""
@@ -180,6 +181,26 @@ class Placement:
         except CycleError as error:
             names = [str(self.tasks[node]) for node in reversed(error.nodes)]
             raise PlacementError(f"the edges form a cycle: {' -> '.join([*names, names[0]])}") from None
+
+    def _refuse_half_copies(self) -> None:
+        """Raise PlacementError unless O frees, and L takes, what is copied, over a link between rank and host."""
+        for edge in filter(self.is_copy, self.edges):
+            source, target = self.tasks[edge.source], self.tasks[edge.target]
+            task, other = (target, source) if target.kind is Kind.O else (source, target)
+            moved = by_class(lambda held, sign: held * sign, task.held_bytes, -1 if task is target else 1)
+            if other.ranks != task.ranks:
+                raise PlacementError(f"task {task} is on ranks {task.ranks}, but task {other} on {other.ranks}")
+            if moved != edge.num_bytes:
+                raise PlacementError(
+                    f"{self._size_name(edge)} is {edge.num_bytes}, but held_bytes of task {task} is {task.held_bytes}; "
+                    f"O frees what it copied, and L takes it again"
+                )
+            for rank in task.ranks:
+                if not self.cluster.shared_between(*_ends_of_copy(rank, target.kind)):
+                    raise PlacementError(
+                        f"stage {task.stage} offloads, but the cluster has no shared link between rank {rank} and its "
+                        f"host; use cluster.with_host_links(bytes_per_us)"
+                    )
 
     # --- classes of micro-batches ---------------------------------------------------------------------------------
 
@@ -435,7 +456,7 @@ class Placement:
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        """The transfers of one micro-batch; an edge that stays on one rank has no transfer.
+        """The transfers of one micro-batch; an edge that stays on one rank has no transfer, unless it is a copy.
 
         If both tasks are on the same number of ranks, each rank sends to its counterpart; otherwise the source's first
         rank sends to all ranks.
@@ -448,7 +469,31 @@ class Placement:
             for sender, receiver in zip(senders, target.ranks, strict=True):
                 if sender != receiver:
                     routes.append(self._route(edge, sender, receiver))
+                elif self.is_copy(edge):
+                    route = self._route(edge, *_ends_of_copy(sender, target.kind))
+                    routes.append(route._replace(sender=sender, receiver=receiver, num_bytes=0))
         return tuple(routes)
+
+    def is_copy(self, edge: Edge) -> bool:
+        """Whether an edge is a copy between a rank and its host: from F to O, or from L to the backward."""
+        source, target = self.tasks[edge.source], self.tasks[edge.target]
+        return source.stage == target.stage and (
+            target.kind is Kind.O or (source.kind is Kind.L and not target.kind.is_copy)
+        )
+
+    def ends_of(self, route: int) -> tuple[int, int]:
+        """The ends of the link that `routes[route]` takes; of a copy one of them is `rota.core.cluster.HOST`."""
+        sender, receiver = self.routes[route][2:4]
+        copy = self.tasks[self.routes[route].target].kind
+        return _ends_of_copy(sender, copy) if self.routes[route].is_copy else (sender, receiver)
+
+    def moved_bytes(self, route: int) -> Amount:
+        """What `routes[route]` carries, also where that is held by its tasks."""
+        source, target, *_, size = self.routes[route][:5]
+        if not self.routes[route].is_copy:
+            return size
+        task = self.tasks[target if self.tasks[target].kind is Kind.O else source]
+        return by_class(abs, task.held_bytes)
 
     def microbatches_on(self, route: int, num_microbatches: int) -> range:
         """The micro-batches, of a step with `num_microbatches`, whose data travels on `routes[route]`."""
@@ -490,6 +535,11 @@ class Placement:
         """The same with a step end of length 0 for each of these stages that has none."""
         more = sorted({*stages} - {end.stage for end in self.step_ends})
         return replace(self, step_ends=(*self.step_ends, *(StepEnd(stage, 0, 0) for stage in more))) if more else self
+
+
+def _ends_of_copy(rank: int, target: Kind) -> tuple[int, int]:
+    """Where a copy of `rank` comes from and goes to, by the kind of the task that waits for it."""
+    return (rank, HOST) if target is Kind.O else (HOST, rank)
 
 
 def amounts_of(task: Task) -> tuple[Amount, Amount, Amount]:

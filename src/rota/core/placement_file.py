@@ -15,7 +15,7 @@ from rota.core.reading import Positive, Signed, Whole
 from rota.core.tasks import Amount, Edge, Kind, PerClass, StepEnd, Task, amount_of
 
 _AmountInFile: TypeAlias = Signed | Annotated[tuple[Signed, ...], Meta(min_length=1)]  # one number, or one per class
-_TaskName: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,9}[FBIWR]$")]  # a stage and a kind
+_TaskName: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,9}[FBIWROL]$")]  # a stage and a kind
 _TaskRow: TypeAlias = tuple[_TaskName, tuple[Whole, ...], _AmountInFile, _AmountInFile, _AmountInFile]
 
 

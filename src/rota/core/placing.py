@@ -27,7 +27,7 @@ def place(
         edges: (source, target) stages, or `stages.edges`. Default: the edges of `costs`, else a chain.
 
     Returns:
-        The placement, whose tasks are listed kind by kind: F, B (or I), W, R.
+        The placement, whose tasks are listed kind by kind: F, B (or I), W, R, O, L.
 
     Raises:
         PlacementError: A stage is not on the cluster, or edges do not fit the stages or the costs.
@@ -70,11 +70,9 @@ def place(
 
 
 def _tasks(costs: Costs, ranks_of: Sequence[tuple[int, ...]]) -> list[Task]:
-    """All stages' tasks, kind by kind: F, B (or I), W, R."""
+    """All stages' tasks, kind by kind: F, B (or I), W, R, O, L."""
     stages = range(costs.num_stages)
-    held, freed = costs.activation_bytes, costs.freed_by_input
-    recompute = costs.recompute_us or (None,) * costs.num_stages
-    kept = [held[s] if recompute[s] is None else costs.checkpoint_bytes[s] for s in stages]
+    held, freed, kept = costs.activation_bytes, costs.freed_by_input, costs.kept_bytes
     peaks = costs.backward_peak_bytes
     tasks = [Task(s, Kind.F, ranks_of[s], costs.forward_us[s], kept[s], costs.forward_peak_bytes[s]) for s in stages]
     if costs.weight_us is None:
@@ -84,12 +82,18 @@ def _tasks(costs: Costs, ranks_of: Sequence[tuple[int, ...]]) -> list[Task]:
         weight_us, peaks = costs.weight_us, costs.weight_peak_bytes
         tasks += [Task(s, Kind.W, ranks_of[s], weight_us[s], freed[s] - held[s], peaks[s]) for s in stages]
     peaks = costs.forward_peak_bytes
-    again = ((s, us) for s, us in enumerate(recompute) if us is not None)
-    return tasks + [Task(s, Kind.R, ranks_of[s], us, held[s] - kept[s], peaks[s]) for s, us in again]
+    again = ((s, us) for s, us in enumerate(costs.recompute_us or ()) if us is not None)
+    tasks += [Task(s, Kind.R, ranks_of[s], us, held[s] - kept[s], peaks[s]) for s, us in again]
+    copied = [(s, num_bytes) for s, num_bytes in enumerate(costs.offload_bytes) if num_bytes]
+    tasks += [Task(s, Kind.O, ranks_of[s], 0, -num_bytes) for s, num_bytes in copied]
+    return tasks + [Task(s, Kind.L, ranks_of[s], 0, num_bytes) for s, num_bytes in copied]
 
 
 def _edges(costs: Costs, tasks: Sequence[Task], edges: Sequence[tuple[int, int]]) -> list[Edge]:
-    """Edges for activations, for gradients in the other direction, and F (R) B, or F (R) I W, within each stage."""
+    """Edges for activations, for gradients in the other direction, and F (R) B, or F (R) I W, within each stage.
+
+    What is offloaded goes from F to O by one copy, and from L to the backward by another.
+    """
 
     def sizes(name: str, value: tuple[int, ...] | int) -> tuple[int, ...]:
         if isinstance(value, int):
@@ -110,6 +114,10 @@ def _edges(costs: Costs, tasks: Sequence[Task], edges: Sequence[tuple[int, int]]
     for s in range(costs.num_stages):
         order = [index[s, kind] for kind in (Kind.F, Kind.R, back, Kind.W) if (s, kind) in index]
         result += [Edge(before, after) for before, after in pairwise(order)]
+        if num_bytes := costs.offload_bytes[s]:
+            offload, load = index[s, Kind.O], index[s, Kind.L]
+            result += [Edge(index[s, Kind.F], offload, num_bytes), Edge(offload, load)]
+            result += [Edge(load, index[s, back], num_bytes)]
     return result
 
 

@@ -267,7 +267,7 @@ _WORDS = (
     (r"`\w+` >= (\S+)", r"\1 or more"),
     (r"`\w+` <= (\S+)", r"\1 or less"),
     (r"`array` of length (\S+)", r"a list of length \1"),
-    (r"`str` matching regex '\^\[0-9\].*", "a stage and one of F B I W R, such as 0F"),
+    (r"`str` matching regex '\^\[0-9\].*", "a stage and one of F B I W R O L, such as 0F"),
     (r"`str` (matching regex|of length) .*", f"a name of 1 to {LONGEST_NAME:,} printable characters"),
     (r"\bint\b", "a whole number"),
     (r"\bfloat\b", "a number"),

@@ -224,7 +224,7 @@ def require_chain(placement: Placement, otherwise: str = "or keep the plan by to
         otherwise: A remedy for the error message, besides another plan.
 
     Raises:
-        ScheduleError: The stages are not a chain 0, 1, …, each on one rank, without recompute.
+        ScheduleError: The stages are not a chain 0, 1, …, each on one rank, without recompute and offload.
     """
     if wrong := next(_differences_from_chain(placement), None):
         raise ScheduleError(f"PyTorch's schedule CSV {wrong}, {otherwise}")
@@ -236,9 +236,11 @@ def _differences_from_chain(placement: Placement) -> Iterator[str]:
     for stage in range(placement.num_stages):
         tasks = [task for task in placement.tasks if task.stage == stage]
         ranks = sorted({rank for task in tasks for rank in task.ranks})
-        flows.append(sorted((task.kind for task in tasks), key="FBIW".find))
+        flows.append(sorted((task.kind for task in tasks), key="FBIWROL".find))
         if Kind.R in flows[-1]:
             yield f"cannot express {stage}R: plan without recompute (`rota autoplan --exportable`)"
+        if Kind.O in flows[-1]:
+            yield f"cannot express {stage}O: plan without offload_bytes"
         if len(ranks) > 1:
             on = ", ".join(map(str, ranks))
             yield f"has one rank per stage, but stage {stage} is on ranks {on}: place it on one"

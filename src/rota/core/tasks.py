@@ -82,6 +82,8 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  #: gradients of the inputs only
     W = "W"  #: gradients of the weights only
     R = "R"  #: recompute: forward once more, for activations that were not kept
+    O = "O"  # noqa: E741  #: offload: activations that have been copied to the host leave the device
+    L = "L"  #: load: memory for what was offloaded, and the start of its copy back
 
     __hash__ = str.__hash__  # that of enumerations is written in Python: dictionaries by op would be slow
 
@@ -89,6 +91,11 @@ class Kind(StrEnum):
     def makes_weight_gradients(self) -> bool:
         """Whether ops of this kind make weight gradients: B and W."""
         return self in (Kind.B, Kind.W)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether ops of this kind compute nothing, but end or begin a copy between a rank and its host: O and L."""
+        return self in (Kind.O, Kind.L)
 
     @property
     def word(self) -> str:
@@ -102,9 +109,11 @@ _WORDS = {
     Kind.I: "input gradient",
     Kind.W: "weight gradient",
     Kind.R: "recompute",
+    Kind.O: "offload",
+    Kind.L: "load",
 }
 
-_OP = re.compile(r"(\d{1,9})([FBIWR])(\d{1,9})", re.ASCII)
+_OP = re.compile(r"(\d{1,9})([FBIWROL])(\d{1,9})", re.ASCII)
 
 
 class Op(NamedTuple):
@@ -129,7 +138,7 @@ class Op(NamedTuple):
         match = _OP.fullmatch(text.strip())
         if match is None:
             raise FormatError(
-                f"{text.strip()[:40]!r} is not an op: write stage, one of F B I W R, and micro-batch, such as 2F0"
+                f"{text.strip()[:40]!r} is not an op: write stage, one of F B I W R O L, and micro-batch, such as 2F0"
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch))
@@ -207,7 +216,8 @@ class Route(NamedTuple):
     """The transfer of an edge to one of its target's ranks: from rank `sender` to rank `receiver`.
 
     It takes `duration_us` if it never waits. For the first `service_us` of these it occupies the shared links with the
-    indices `shared` in the cluster, all of them at once.
+    indices `shared` in the cluster, all of them at once. Its `num_bytes` are held on both ranks. A copy between a rank
+    and its host has this rank as both ends, and 0 bytes: its tasks hold what it copies.
     """
 
     source: int
@@ -218,6 +228,11 @@ class Route(NamedTuple):
     duration_us: Amount
     service_us: Amount = 0
     shared: tuple[int, ...] = ()
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a copy between a rank and its host."""
+        return self.sender == self.receiver
 
 
 @dataclass(frozen=True, slots=True)

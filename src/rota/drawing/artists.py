@@ -258,6 +258,8 @@ def transfer_artist(timeline: Timeline, rows: Rows) -> LineCollection | None:
         return None
     lines = []
     for route, sent, arrived in zip(timeline.plan.placement.routes, timeline.sent_us, timeline.arrived_us, strict=True):
+        if route.is_copy:  # its link has a row of its own
+            continue
         down = route.receiver > route.sender
         from_y = route.sender + (rows.bar_bottom if down else rows.bar_top)
         to_y = route.receiver + (rows.bar_top if down else rows.bar_bottom)

@@ -28,6 +28,8 @@ LOOKS: dict[str, Look] = {
     Kind.I: Look(Kind.I.word, "#D55E00", (209, 217), "━", ("top",)),
     Kind.W: Look(Kind.W.word, "#009E73", (79, 122), "┄", ("top", "bottom")),
     Kind.R: Look(Kind.R.word, "#56B4E9", (153, 189), "~"),
+    Kind.O: Look(Kind.O.word, "#6B6F76", (245, 248), "o"),
+    Kind.L: Look(Kind.L.word, "#6B6F76", (245, 248), "l"),
     "reduce": Look("reduce", "#CC79A7", (176, 176), "-"),
     "optimizer": Look("optimizer", "#666666", (248, 248), "-"),
 }
@@ -55,7 +57,7 @@ def look_key(work: Work) -> str:
 
 
 def look_keys(timeline: Timeline) -> list[str]:
-    """Return the keys of LOOKS that occur in a timeline, in the order of LOOKS."""
-    kinds = {str(op.kind) for order in timeline.plan.orders for op in order}
+    """Return the keys of LOOKS that occur in a timeline, in the order of LOOKS; copies have no bars in ranks' rows."""
+    kinds = {str(op.kind) for order in timeline.plan.orders for op in order if not op.kind.is_copy}
     step_ends = {look_key(span.work) for span in timeline.step_end_spans()}
     return [key for key in LOOKS if key in kinds or key in step_ends]

@@ -78,7 +78,7 @@ def to_text(timeline: Timeline | Plan, width: int = 80, color: bool = False, *, 
         drawn = f"drawn: the first {time_text(end_us)} of {time_text(timeline.makespan_us)}"
         lines[-1:] = [*_flow([drawn, "all of it: rota show PLAN -o plan.html"], "; ", width), ""]
     lines += [name + row + entry for name, row, entry in zip(names, rows, table, strict=True)]
-    if links := [f"shared link {name}: {share:.1%} busy" for name, share in utilisation(timeline)]:
+    if links := [f"shared link {name}: {share:.1%} busy" for name, share in utilisation(timeline) if share]:
         lines += ["", *_flow(links, " · ", width)]
     return "\n".join([*lines, "", *_legend(timeline, busy, charts, width, color)])
 
@@ -206,7 +206,7 @@ def _fill(spans: Sequence[Span], makespan_us: int, num_columns: int) -> list[Wor
 def _num_unseen(busy: _Busy, charts: _Charts) -> int:
     """Return how many ops fill most of no column."""
     shown = sum(isinstance(work, Op) for columns in charts for work in set(columns))
-    return sum(isinstance(span.work, Op) for spans in busy for span in spans) - shown
+    return sum(isinstance(span.work, Op) and not span.work.kind.is_copy for spans in busy for span in spans) - shown
 
 
 def _legible_us(busy: _Busy, num_columns: int, makespan_us: int) -> int:

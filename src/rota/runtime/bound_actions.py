@@ -25,6 +25,7 @@ from rota.models import Stages
 from rota.runtime.channels import Channels, OnStream, Passage
 from rota.runtime.compute import Compute
 from rota.runtime.device.protocol import Device, Mark, is_queued
+from rota.runtime.gradients.offloading import Offloading
 from rota.runtime.gradients.recompute import versions_in
 from rota.runtime.messages import Format, flatten, hand_over
 from rota.runtime.recorder import Marks, Record
@@ -99,6 +100,18 @@ class BoundActions:
         #: Of activations, by (edge, False, micro-batch), as of the last run that learned them.
         self.formats: dict[ValueKey, Format] = {}
         self.slots: dict[ValueKey, int] = {}  # of values that are made here
+        placement = plan.placement
+        #: By (stage, kind) of O and L, the route of their copies.
+        self._copies = {
+            (task.stage, task.kind): r
+            for r, route in enumerate(placement.routes)
+            if route.is_copy and route.sender == here.rank
+            for task in (placement.tasks[route.source], placement.tasks[route.target])
+            if task.kind.is_copy
+        }
+        modules = {stage: stages[stage] for stage, _ in self._copies}
+        #: None where this rank offloads nothing.
+        self.offloading = Offloading(placement, modules) if modules else None
 
     def keys_elsewhere(self) -> Iterator[ValueKey]:
         """The values that another rank makes or reads, and those of which only the gradient comes from there."""
@@ -141,15 +154,41 @@ class BoundActions:
         read, made = self._values_of[op]
         reads = [takes[key] if key in takes else uses.local_taker(key) for key in read]
         slots = [(i, slot) for i, key in enumerate(made) if (slot := uses.slot(key)) is not None]
-        compute = self._compute.bind(op)
+        compute = self._offloaded(op) or self._compute.bind(op)
         if lent := self._lent(op):
             compute = partial(_refusing_writes, op, compute, lent)
         unsent = [(i, key) for i, key in enumerate(made) if op.kind is Kind.F and key[0] in self.program.unsent]
         if unsent and learns:
             compute = partial(self._learn_unsent, compute, unsent, f"stage {op.stage}")
         run = self._run_op(compute, reads, slots)
-        before = self._hooks.before.get(op)
-        return run if before is None else partial(_one_after_the_other, before, run)
+        wait = self.offloading.waiting(op) if self.offloading is not None else None
+        for before in filter(None, (wait, self._hooks.before.get(op))):
+            run = partial(_one_after_the_other, before, run)
+        return run
+
+    def _offloaded(self, op: Op) -> Callable[[list[Any]], list[Any]] | None:
+        """What an op does if it is one of those that offload, or the forward before them; else None."""
+        if self.offloading is None:
+            return None
+        if op.kind is Kind.F and (op.stage, Kind.O) in self._copies:
+            inputs = partial(self._compute.inputs_of, op)
+            copied = self._timed(op._replace(kind=Kind.O))
+            return self.offloading.saving(op, self._compute.bind(op), inputs, copied)
+        if op.kind is Kind.O:
+            return self.offloading.offloaded(op)
+        return self.offloading.loading(op, self._timed(op)) if op.kind is Kind.L else None
+
+    def _timed(self, op: Op) -> Callable[[Callable[[Any], None], Any], None]:
+        """What runs the copy of O or L in another thread, and marks its begin and its end."""
+        state, column = self._run, (self._copies[op[:2]], op.microbatch // self._plan.placement.num_components)
+
+        def run(copy: Callable[[Any], None], saved: Any) -> None:
+            mark, marks = state.mark, state.marks
+            marks.sent[column] = mark()
+            copy(saved)
+            marks.through[column] = mark()
+
+        return run
 
     def _run_op(
         self, compute: Callable[[list[Any]], list[Any]], reads: list[Take], slots: list[tuple[int, int]]
@@ -303,7 +342,7 @@ def _nothing(_: Any) -> None:
 
 def _values_of(op: Op, stages: Stages, edge_index: dict[tuple[int, int], int]) -> tuple[list[ValueKey], list[ValueKey]]:
     """The values that an op reads and makes."""
-    if op.kind in (Kind.R, Kind.W):
+    if op.kind in (Kind.R, Kind.W) or op.kind.is_copy:
         return [], []
     back = op.kind is not Kind.F
     incoming, outgoing = (

@@ -208,7 +208,7 @@ def _open(plan: Plan, device: QueuedDevice, processes: Processes) -> dict[Pair, 
     host until the other side does the same: so it must not be one of a step.
     """
     backends: dict[Pair, tuple[Any, Any]] = {}
-    for pair in sorted({(route.sender, route.receiver) for route in plan.placement.routes}):
+    for pair in sorted({(route.sender, route.receiver) for route in plan.placement.routes if not route.is_copy}):
         with collective(f"opening the channel from rank {pair[0]} to rank {pair[1]}"):
             group = processes.of_ranks(pair, device.backend)
             if group is None:

@@ -180,6 +180,10 @@ class Compute:
         compute = self._without_autocast(backward_of(stage, microbatch))
         return _after(self._recompute(stage, microbatch), compute) if stage in self._recomputed_late else compute
 
+    def inputs_of(self, op: Op) -> tuple[Any, ...]:
+        """What an op's stage reads of the batch."""
+        return self._stages.pick_inputs(op.stage, self._batch.inputs[op.microbatch])
+
     def explain(self, op: Op, error: Exception) -> PipelineError | None:
         """What an error of an op means; None if only the op itself knows."""
         is_forward = op.kind in (Kind.F, Kind.R)

@@ -35,7 +35,14 @@ from rota.runtime.losses import LossFn, refuse_weights
 from rota.runtime.memory_watch import MemoryWatch
 from rota.runtime.meshes import Processes
 from rota.runtime.microbatches import refuse_writes_to_shared
-from rota.runtime.plans import ReadyPlan, ReadyPlans, for_all_streams, refuse_other_cuts, refuse_unsupported
+from rota.runtime.plans import (
+    ReadyPlan,
+    ReadyPlans,
+    for_all_streams,
+    refuse_offload,
+    refuse_other_cuts,
+    refuse_unsupported,
+)
 from rota.runtime.process_group import clock_offset_ns, join, leave, leave_world
 from rota.runtime.recorder import Record
 from rota.runtime.reducing.gradient_sync import GradientSync
@@ -290,6 +297,7 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
             life.at_end(transport.close)
             channels: Channels | None = None
             if is_queued(device):
+                refuse_offload(plan, device.torch_device)
                 open_groups((stages[stage] for stage in local), device.torch_device)
                 channels = Channels(plan, device, transport, processes)
                 life.at_end(channels.close)

@@ -136,6 +136,8 @@ class Execution:
         self.record.microbatch_rows = batch.rows[0] if len({*batch.rows}) == 1 else None
         self._run.values[:] = [None] * len(self._bound.slots)
         self._device.begin()
+        if self._bound.offloading is not None:
+            self._bound.offloading.begin()
         (self._channels or self._transport).begin(self.marks)
         if is_queued(self._device):
             self._run.compute = self._device.stream(COMPUTE)

@@ -16,6 +16,9 @@ from itertools import pairwise, zip_longest
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
+import torch
+
+from rota.core.copies import without_copies
 from rota.core.errors import PipelineError
 from rota.core.placement import Placement
 from rota.core.plan import Plan
@@ -186,7 +189,13 @@ def refuse_other_cuts(stages: Stages, plan: Plan) -> None:
 
 def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages: int) -> None:
     """Raises PipelineError if a plan and a model's stages do not fit, or need something that is not supported yet."""
-    placement = plan.placement
+    for task in plan.placement.tasks:
+        if task.kind is Kind.O and plan.placement.task(task.stage, Kind.R):
+            raise PipelineError(
+                f"the plan recomputes and offloads stage {task.stage}, which is not supported yet; give it either "
+                f"recompute_us or offload_bytes"
+            )
+    placement = without_copies(plan.placement)
     if placement.stages != tuple(range(num_stages)):
         raise PipelineError(
             f"the plan has {placement.num_stages} stages, the model was split into {num_stages}; "
@@ -211,6 +220,15 @@ def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages:
                 f"the plan's placement {verb} the edge {a} → {b}; measure the stages and plan with these "
                 f"costs (rota.profile, then rota plan --costs), or place(costs, cluster, edges=stages.edges)"
             )
+
+
+def refuse_offload(plan: Plan, torch_device: torch.device) -> None:
+    """Raises PipelineError if the plan offloads, which accelerators do not yet."""
+    if any(task.kind is Kind.O for task in plan.placement.tasks):
+        raise PipelineError(
+            f"the plan offloads activations, which is supported on CPUs only, not on {torch_device}; plan without "
+            f"offload_bytes"
+        )
 
 
 def _kinds_by_stage(placement: Placement) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from rota.core.cluster import Cluster
+from rota.core.copies import with_copies, without_copies
 from rota.core.costs import Costs
 from rota.core.errors import PlacementError, RotaError
 from rota.core.placement import Placement
@@ -68,8 +69,8 @@ class Family:
     of_span: bool = False
 
     def __call__(self, placement: Placement, num_microbatches: int) -> Plan:
-        """The family's plan for the placement and the number of micro-batches."""
-        return self.schedule(placement, num_microbatches)
+        """The family's plan for the placement and the number of micro-batches, copies to and from hosts included."""
+        return with_copies(self.schedule(without_copies(placement), num_microbatches), placement)
 
     def costs_from(self, costs: Costs) -> Costs:
         """A chain of one stage per rank, cut and split as in this family's paper.

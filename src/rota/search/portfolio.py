@@ -26,6 +26,7 @@ from rota.schedules.families import named_plans
 from rota.search import bounds, exact
 from rota.search.bounds.memory_bounds import period_reason, refuse_too_little_memory
 from rota.search.budget import Budget
+from rota.search.copying import Copying
 from rota.search.dispatching import Dispatcher, Priorities, guesses, serial
 from rota.search.exact import longest_us
 from rota.search.exact.rounds import Rounds
@@ -61,6 +62,7 @@ _HALVINGS = 5
 _FEW_OPS, _FEW_GUESSES = 3_000, 4  # in longer steps fewer priorities are tried for holding less
 _EXACT_OPS = 400  # up to here CP-SAT may prove a whole step
 _SERIAL = "one micro-batch at a time"
+_COPYING_S = 0.3  # nominal seconds for a search without copies, at most
 _NAMED_S = 0.35  # real seconds for named schedules, even if the search has less
 _MOST_RESERVES = 20  # how often to guess the memory reserved for transfers
 
@@ -96,6 +98,7 @@ class Portfolio:
         self.steady: SteadyResult | None = None
         self.climb: Climb | None = None  # goes on from turn to turn
         self.rounds: Rounds | None = None  # goes on from turn to turn
+        self.copying: Copying | None = None  # goes on from turn to turn
         #: Whether all orders with each task's micro-batches in sequence are ruled out as better …
         self.has_tried_all = False
         self.has_tried_waits = False  #: … and where ops may also wait, for the bound
@@ -280,6 +283,24 @@ class Portfolio:
         share = self.share(part * (_LONG_TIMES if self.num_ops > _LONG_OPS else 1))
         self.incumbent.offer(improving.improve(self.climb, orders, self.bound_us, share, turn), self.doing)
 
+    def _add_copies(self, part: float, turn: int) -> None:
+        """Searches without copies, in more memory, and adds them."""
+        self.turn_to("search without copies")
+        if self.copying is None:
+            self.copying = Copying(self.problem.original, self.problem.num_microbatches, self._search_alike, turn)
+        share = self.share(part)
+        while not share.is_over and not self.is_proven:
+            if (plan := self.copying.try_one(share.share(_COPYING_S))) is not None:
+                self._offer(plan)
+            share.spend(_TURN_S)
+
+    def _search_alike(self, problem: Problem, budget: Budget) -> Plan:
+        return Portfolio(problem, self.objective, budget, lambda _: None).run().plan
+
+    def _offer(self, plan: Plan) -> None:
+        with suppress(PlanError):  # it waits in a cycle
+            self.incumbent.offer(self.problem.to_orders(plan), self.doing)
+
     def _windows(self, part: float, turn: int) -> None:
         if (best := self._best()) is None:
             return
@@ -363,7 +384,9 @@ class Portfolio:
         turns: list[_Method] = [self._unroll, self._improve, self._prove, self._windows]
         if self.num_ops > _LONG_OPS:
             turns[:2] = self._improve, self._unroll
-        if self.measure == "makespan":
+        if any(task.kind.is_copy for task in self.problem.original.tasks):
+            turns.insert(0, self._add_copies)
+        elif self.measure == "makespan":
             self.rounds = Rounds(self.problem)
             if not self.rounds.is_over:
                 turns.insert(0, self._try_all_rounds)

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.core.cluster import Cluster
 from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.tasks import Op, Transfer
@@ -378,7 +377,7 @@ def without_common_tasks(problem: Problem) -> tuple[Problem, int]:
     for i in common:
         tasks[i] = replace(tasks[i], duration_us=0)
     ends = (replace(end, reduce_us=0) for end in placement.step_ends)
-    without_links = Cluster(placement.cluster.limit_bytes)
-    apart = replace(placement, tasks=tuple(tasks), cluster=without_links, step_ends=tuple(ends))
+    cluster = placement.cluster.with_free_transfers()
+    apart = replace(placement, tasks=tuple(tasks), cluster=cluster, step_ends=tuple(ends))
     reserved = problem.reserved_bytes[: problem.num_ranks]
     return replace(problem, original=apart, reserved_bytes=reserved), together_us

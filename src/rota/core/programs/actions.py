@@ -85,6 +85,8 @@ def compile_programs(plan: Plan, edge_index: dict[tuple[int, int], int], ranks: 
                 if rank in programs:
                     programs[rank].actions.append(run)
             continue
+        if action.sender == action.receiver:
+            continue  # a copy to the host or back, which its ops begin and await
         message = Message(action, value_key(action.source, action.target, edge_index), columns[action])
         if (sender := programs.get(action.sender)) is not None:
             sender.actions.append(Action("send", action.source, message))

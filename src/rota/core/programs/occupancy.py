@@ -28,7 +28,7 @@ def num_slots(placement: Placement, tied: Iterable[tuple[int, ...]] = (), *, rep
 
     `tied`, `replicas`: as for `rota.core.programs.device_steps.device_programs`.
     """
-    channels = {(route.sender, route.receiver) for route in placement.routes}
+    channels = {(route.sender, route.receiver) for route in placement.routes if not route.is_copy}
     sums = {tuple(sorted(ranks)) for ranks in tied}
     computing = {rank for task in placement.tasks for rank in task.ranks}
     trained = {rank for task in placement.tasks if task.kind.makes_weight_gradients for rank in task.ranks}

@@ -42,6 +42,10 @@ def recomputed_by_backward(asked: str | Iterable[int], placement: Placement) -> 
         raise PipelineError(
             f"recompute={asked!r} names stage {twice[0]}, which the plan recomputes by R already; name the others alone"
         )
+    if offloaded := sorted(s for s in stages if placement.task(s, Kind.O)):
+        raise PipelineError(
+            f"recompute={asked!r} names stage {offloaded[0]}, which the plan offloads; name the others alone"
+        )
     return frozenset(s for s in stages if placement.task(s, Kind.B) or placement.task(s, Kind.I))
 
 
