@@ -5,7 +5,7 @@ from pathlib import Path
 
 from support import ROOT
 
-MOST_LINES = {"src": 61_000, "tests": 45_100}
+MOST_LINES = {"src": 61_700, "tests": 45_400}
 
 
 def lines_by_room(folder: Path) -> Counter[str]:
