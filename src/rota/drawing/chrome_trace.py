@@ -84,9 +84,12 @@ def _waits(timeline: Timeline) -> Iterator[Span]:
 
 
 def _links_of(timeline: Timeline, transfer: object) -> str:
+    """Return the names of the shared links that serve a transfer; "" if none does."""
     assert isinstance(transfer, Transfer)
-    cluster = timeline.plan.placement.cluster
-    return ", ".join(cluster.shared[i].name for i in cluster.shared_between(transfer.sender, transfer.receiver))
+    placement = timeline.plan.placement
+    ends = placement.index[transfer.source[:2]], placement.index[transfer.target[:2]], *transfer[2:4]
+    served = next(route.shared for route in placement.routes if route[:4] == ends)
+    return ", ".join(placement.cluster.shared[i].name for i in served)
 
 
 def _shared_links(timeline: Timeline) -> Iterator[Event]:

@@ -44,9 +44,9 @@ class Batch:
 
     `shares`: each one's of a mean loss; those in `padding` count nothing; both are set once agreed. `alike`: all inputs
     have the same shapes. `rows` and `target_rows`: the examples in each micro-batch that is read here, or only in the
-    first one if all have the same number. `whole`: inputs and targets as the caller gave them. `per_count`: what the sum
-    of a loss with a count is multiplied by until the count of all micro-batches is known. `loss_of_output`: the loss
-    needs no target. `chunks`: for each sample that is cut, its micro-batches. `keeps_outputs`: of the last stage, in
+    first one if all have the same number. `whole`: inputs and targets as the caller gave them. `per_count`: what the
+    sum of a loss with a count is multiplied by until the count of all micro-batches is known. `loss_of_output`: the
+    loss needs no target. `chunks`: for each sample that is cut, its micro-batches. `keeps_outputs`: of the last stage, in
     `Compute.outputs`.
     """
 
