@@ -95,6 +95,11 @@ def merge(costs: Costs, boundaries: Sequence[int]) -> Costs:
             merged[field.name] = tuple(value[boundary - 1] for boundary in boundaries[1:-1])
         else:
             merged[field.name] = tuple(_MERGED_BY.get(field.name, sum)(value[part]) for part in parts)
+    recompute = merged.get("recompute_us", [None] * len(parts))
+    merged["offload_bytes"] = tuple(  # of stages that recompute, a checkpoint is all that can go
+        size if us is None else min(size, kept)
+        for us, size, kept in zip(recompute, merged["offload_bytes"], merged["checkpoint_bytes"], strict=True)
+    )
     return replace(costs, **merged)
 
 

@@ -46,8 +46,8 @@ class Batch:
     have the same shapes. `rows` and `target_rows`: the examples in each micro-batch that is read here, or only in the
     first one if all have the same number. `whole`: inputs and targets as the caller gave them. `per_count`: what the
     sum of a loss with a count is multiplied by until the count of all micro-batches is known. `loss_of_output`: the
-    loss needs no target. `chunks`: for each sample that is cut, its micro-batches. `keeps_outputs`: of the last stage, in
-    `Compute.outputs`.
+    loss needs no target. `chunks`: for each sample that is cut, its micro-batches. `keeps_outputs`: of the last stage,
+    in `Compute.outputs`.
     """
 
     split_inputs: Microbatches
@@ -181,8 +181,9 @@ class Compute:
         return _after(self._recompute(stage, microbatch), compute) if stage in self._recomputed_late else compute
 
     def inputs_of(self, op: Op) -> tuple[Any, ...]:
-        """What an op's stage reads of the batch."""
-        return self._stages.pick_inputs(op.stage, self._batch.inputs[op.microbatch])
+        """What an op's stage reads of the batch, and the loss of the last one."""
+        inputs = self._stages.pick_inputs(op.stage, self._batch.inputs[op.microbatch])
+        return (*inputs, self._batch.targets[op.microbatch]) if op.stage in self._sinks else inputs
 
     def explain(self, op: Op, error: Exception) -> PipelineError | None:
         """What an error of an op means; None if only the op itself knows."""

@@ -47,7 +47,7 @@ from rota.runtime.process_group import clock_offset_ns, join, leave, leave_world
 from rota.runtime.recorder import Record
 from rota.runtime.reducing.gradient_sync import GradientSync
 from rota.runtime.reducing.loss_counts import NUM_FLAGS, LossCounts
-from rota.runtime.reducing.sharded_stages import refuse_wrapped
+from rota.runtime.reducing.sharded_stages import is_sharded, refuse_wrapped
 from rota.runtime.reducing.shared_weights import shared_weights
 from rota.runtime.spmd import open_groups
 from rota.runtime.step_losses import StepLoss
@@ -296,8 +296,10 @@ def build(stages: Stages, plan: Plan, loss_fn: LossFn | None, options: Options) 
             transport = Transport(processes.pipeline, processes.everyone)
             life.at_end(transport.close)
             channels: Channels | None = None
+            if any(is_sharded(parameter) for stage in local for parameter in stages[stage].parameters()):
+                refuse_offload(plan, "sharded weights (FSDP, DTensor)")
             if is_queued(device):
-                refuse_offload(plan, device.torch_device)
+                refuse_offload(plan, str(device.torch_device))
                 open_groups((stages[stage] for stage in local), device.torch_device)
                 channels = Channels(plan, device, transport, processes)
                 life.at_end(channels.close)

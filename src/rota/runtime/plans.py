@@ -16,14 +16,12 @@ from itertools import pairwise, zip_longest
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
-import torch
-
 from rota.core.copies import without_copies
 from rota.core.errors import PipelineError
 from rota.core.placement import Placement
 from rota.core.plan import Plan
 from rota.core.simulation import check
-from rota.core.tasks import Kind
+from rota.core.tasks import Kind, values_of
 from rota.models import Stages
 from rota.runtime.bound_actions import ThisRank
 from rota.runtime.compute import Compute
@@ -189,12 +187,7 @@ def refuse_other_cuts(stages: Stages, plan: Plan) -> None:
 
 def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages: int) -> None:
     """Raises PipelineError if a plan and a model's stages do not fit, or need something that is not supported yet."""
-    for task in plan.placement.tasks:
-        if task.kind is Kind.O and plan.placement.task(task.stage, Kind.R):
-            raise PipelineError(
-                f"the plan recomputes and offloads stage {task.stage}, which is not supported yet; give it either "
-                f"recompute_us or offload_bytes"
-            )
+    _refuse_half_offload(plan.placement)
     placement = without_copies(plan.placement)
     if placement.stages != tuple(range(num_stages)):
         raise PipelineError(
@@ -222,11 +215,33 @@ def refuse_unsupported(plan: Plan, edges: Iterable[tuple[int, int]], num_stages:
             )
 
 
-def refuse_offload(plan: Plan, torch_device: torch.device) -> None:
-    """Raises PipelineError if the plan offloads, which accelerators do not yet."""
+def _refuse_half_offload(placement: Placement) -> None:
+    """Raises PipelineError unless each stage that offloads copies to the host and back, and does not recompute."""
+    tasks = placement.tasks
+    edges = {(tasks[e.source].stage, tasks[e.source].kind, tasks[e.target].kind) for e in placement.edges}
+    for stage in {task.stage for task in tasks if task.kind.is_copy}:
+        forward, offload = placement.task(stage, Kind.F), placement.task(stage, Kind.O)
+        back = Kind.B if placement.task(stage, Kind.B) else Kind.I
+        way = ((Kind.F, Kind.O), (Kind.O, Kind.L), (Kind.L, back))
+        if forward is None or offload is None or any((stage, *pair) not in edges for pair in way):
+            raise PipelineError(
+                f"stage {stage} lacks a part of F → O → L → {back}; let rota.place make it, from offload_bytes"
+            )
+        for held, freed in zip(*map(values_of, (forward.held_bytes, offload.held_bytes)), strict=False):
+            if not 0 < -freed <= held:
+                raise PipelineError(f"stage {stage} offloads {-freed} bytes of the {held} that its F holds")
+        if placement.task(stage, Kind.R):
+            raise PipelineError(
+                f"the plan recomputes and offloads stage {stage}, which is not supported yet; give it either "
+                f"recompute_us or offload_bytes"
+            )
+
+
+def refuse_offload(plan: Plan, what: str) -> None:
+    """Raises PipelineError if the plan offloads, which accelerators and sharded weights do not yet."""
     if any(task.kind is Kind.O for task in plan.placement.tasks):
         raise PipelineError(
-            f"the plan offloads activations, which is supported on CPUs only, not on {torch_device}; plan without "
+            f"the plan offloads activations, which is supported on CPUs only, not with {what}; plan without "
             f"offload_bytes"
         )
 

@@ -96,7 +96,9 @@ class Family:
         if self.recomputes and costs.recompute_us is None:
             sent = _largest(costs.boundary_bytes)
             kept = tuple(min(sent, held) for held in costs.activation_bytes)  # the input, to start again from
-            costs = replace(costs, recompute_us=(*costs.forward_us[:-1], None), checkpoint_bytes=kept)
+            copied = tuple(map(min, costs.offload_bytes, kept))
+            recomputed = (*costs.forward_us[:-1], None)
+            costs = replace(costs, recompute_us=recomputed, checkpoint_bytes=kept, offload_bytes=copied)
         if self.backward == "any":
             return costs
         return _joined(costs) if self.backward == "whole" else costs.with_split_backward()

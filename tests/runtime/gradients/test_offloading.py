@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rota import Cluster, Costs, Pipeline, Plan, Stages, place
+from rota import Cluster, Costs, Kind, Pipeline, Plan, Stages, place
 from rota.runtime.gradients import offloading
 from rota.schedules import NAMED
 from support.copies import with_offload
@@ -109,6 +110,35 @@ def test_refused(pool: Pool) -> None:
     both = Costs.uniform(1, recompute_us=1, activation_bytes=9, checkpoint_bytes=5, offload_bytes=5)
     placement = place(both, Cluster.uniform(1).with_host_links(1))
     assert "recomputes and offloads stage 0" in pool.run(1, told, stages, NAMED["gpipe"](placement, 4))[0]
+
+
+class Growing(nn.Linear):
+    """Its buffer is saved, stays on the device, and changes before the backward."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.scale
+        with torch.no_grad():
+            self.scale.mul_(3)
+        return y
+
+
+def test_writes_into_what_stays_are_refused(pool: Pool) -> None:
+    """Autograd itself compares versions of what it keeps alone."""
+    refused = pool.run(1, of_all_sizes, told, Stages([Growing().double()]), planned("gpipe", 1, 1))[0]
+    assert "stage 0 (Growing) writes into a tensor that its backward needs" in refused
+
+
+@pytest.mark.parametrize("missing", [(Kind.F, Kind.O), (Kind.O, Kind.L), (Kind.L, Kind.B)])
+def test_half_copies_are_refused(pool: Pool, missing: tuple[Kind, Kind]) -> None:
+    plan = planned("gpipe", 1, 1)
+    tasks = plan.placement.tasks
+    edges = [e for e in plan.placement.edges if (tasks[e.source].kind, tasks[e.target].kind) != missing]
+    broken = replace(plan, placement=replace(plan.placement, edges=tuple(edges)))
+    assert "stage 0 lacks a part of F → O → L → B" in pool.run(1, told, stages_of(writes_nothing), broken)[0]
 
 
 def recomputing(rank: int, stages: Stages, plan: Plan) -> str:

@@ -26,6 +26,7 @@ from rota.core.tasks import Kind, Op
 from rota.runtime.messages import tensors_in
 from rota.torch_internals import address_of, version_of
 
+_ENOUGH = 0.95  # of what is to be copied: small tensors stay
 LEAST_BYTES = 4096  # smaller tensors cost more to copy than they hold
 
 Computing: TypeAlias = Callable[[list[Any]], list[Any]]
@@ -62,42 +63,60 @@ class View:
         return empty.set_(self.saved.storage, self.offset, self.size, self.stride)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Staying:
+    """A tensor that autograd saved, and that stays: autograd compares no versions of what it does not keep itself."""
+
+    detached: torch.Tensor  #: else it could be kept by its own graph
+    version: int
+    where: str
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor. Raises PipelineError if it has been written to."""
+        if version_of(self.detached) != self.version:
+            raise _written(self.where)
+        return self.detached
+
+
 class _Packing:
     """Takes what the forward of one micro-batch saves, and says what becomes of it. `share` of its bytes are copied."""
 
-    def __init__(self, share: float, staying: set[int]) -> None:
-        self._share, self._staying = share, staying
+    def __init__(self, share: float, staying: set[int], where: str) -> None:
+        self._share, self._staying, self._where = share, staying, where
         self._copied: dict[int, Saved] = {}  # by the storage's address
         self._seen_bytes = self._copied_bytes = 0
 
-    def copied(self, where: str) -> list[Saved]:
-        """What is to be copied. Raises PipelineError if too little can be."""
-        if self._copied_bytes < self._share * self._seen_bytes:
+    def copied(self) -> list[Saved]:
+        """What is to be copied. Raises PipelineError if much less can be than planned."""
+        if self._copied_bytes < _ENOUGH * self._share * self._seen_bytes:
             raise PipelineError(
-                f"{where} saves {self._seen_bytes} bytes, of which the plan offloads {self._share:.0%}, but only "
+                f"{self._where} saves {self._seen_bytes} bytes, of which the plan offloads {self._share:.0%}, but only "
                 f"{self._copied_bytes} bytes are in tensors of {LEAST_BYTES} bytes or more; plan less offload_bytes"
             )
         return [*self._copied.values()]
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | View:
+    def pack(self, tensor: torch.Tensor) -> Staying | View:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return tensor
+            return self._stay(tensor)
         if tensor.is_conj() or tensor.is_neg():
-            return tensor
+            return self._stay(tensor)
         storage = tensor.untyped_storage()
         address, num_bytes = address_of(storage), storage.nbytes()
         if address in self._staying:
-            return tensor
+            return self._stay(tensor)
         if address not in self._copied:
             self._seen_bytes += num_bytes
             if num_bytes < LEAST_BYTES or self._copied_bytes >= self._share * self._seen_bytes:
                 self._staying.add(address)
-                return tensor
+                return self._stay(tensor)
             self._copied_bytes += num_bytes
             self._copied[address] = Saved(storage, num_bytes)
         saved = self._copied[address]
         saved.seen.append((tensor.detach(), version_of(tensor)))  # detached: it would hold its own graph
         return View(saved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _stay(self, tensor: torch.Tensor) -> Staying:
+        return Staying(tensor.detach(), version_of(tensor), self._where)
 
 
 @final
@@ -132,13 +151,15 @@ class Offloading:
         value = self._placement.value
         share = -value(task.held_bytes, microbatch) / value(forward.held_bytes, microbatch)
         module = self._modules[stage]
+        where = f"stage {stage} ({type(module).__name__})"
 
         def run(received: list[Any]) -> list[Any]:
             staying = [*module.parameters(), *module.buffers(), *tensors_in((received, inputs()))]
-            packing = _Packing(share, {address_of(tensor.untyped_storage()) for tensor in staying})
+            addresses = {address_of(t.untyped_storage()) for t in staying if t.layout is torch.strided}
+            packing = _Packing(share, addresses, where)
             with saved_tensors_hooks(packing.pack, _unpack):
                 outputs = compute(received)
-            saved = self._saved[stage, microbatch] = packing.copied(f"stage {stage} ({type(module).__name__})")
+            saved = self._saved[stage, microbatch] = packing.copied()
             self._copying[Kind.O, stage, microbatch] = self._to_host.submit(copied, self._store, saved)
             return outputs
 
@@ -163,10 +184,7 @@ class Offloading:
         def run(_: list[Any]) -> list[Any]:
             for saved in self._saved[key]:
                 if any(version_of(tensor) != version for tensor, version in saved.seen):
-                    raise PipelineError(
-                        f"stage {op.stage} writes into a tensor that its backward needs, after the operation that "
-                        f"saved it; let that operation not be in place, or plan without offload"
-                    )
+                    raise _written(f"stage {op.stage}")
                 saved.storage, saved.seen = None, []
             return []
 
@@ -179,7 +197,7 @@ class Offloading:
         def run(_: list[Any]) -> list[Any]:
             loaded = self._saved.pop(key)
             for saved in loaded:
-                saved.storage = torch.empty(saved.num_bytes, dtype=torch.uint8).untyped_storage()
+                saved.storage = torch.empty(saved.num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
             self._copying[Kind.L, op.stage, op.microbatch] = self._back.submit(copied, self._load, loaded)
             return []
 
@@ -205,5 +223,12 @@ class Offloading:
             self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 
 
-def _unpack(packed: torch.Tensor | View) -> torch.Tensor:
-    return packed.tensor() if isinstance(packed, View) else packed
+def _unpack(packed: Staying | View) -> torch.Tensor:
+    return packed.tensor()
+
+
+def _written(where: str) -> PipelineError:
+    return PipelineError(
+        f"{where} writes into a tensor that its backward needs, after the operation that saved it; let it not write in "
+        f"place, or plan without offload"
+    )
