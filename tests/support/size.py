@@ -5,7 +5,7 @@ from pathlib import Path
 
 from support import ROOT
 
-MOST_LINES = {"src": 61_700, "tests": 45_400}
+MOST_LINES = {"src": 61_800, "tests": 45_500}
 
 
 def lines_by_room(folder: Path) -> Counter[str]:
