@@ -67,18 +67,11 @@ class _Rank:
     loads: deque[tuple[int, Op]] = field(default_factory=deque)  #: (when its copy should begin, L), first to last
 
     def __post_init__(self) -> None:
-        placement, tasks = self.placement, self.placement.tasks
+        placement = self.placement
         self.held_bytes = placement.static_bytes[self.rank]
         self.limit_bytes = placement.cluster.limit_bytes[self.rank]
         self.changes = task_changes(placement, self.rank)
-        #: By (stage, kind) of O or L, index of the route of its copy.
-        self.copies = {
-            (task.stage, task.kind): r
-            for r, route in enumerate(placement.routes)
-            if route.is_copy and route.sender == self.rank
-            for task in (tasks[route.source], tasks[route.target])
-            if task.kind.is_copy
-        }
+        self.copies = placement.copies_on(self.rank)
 
     def with_copies(self, ops: Sequence[Op], starts_us: Sequence[int], ends_us: Sequence[int]) -> tuple[Op, ...]:
         self.loads = self._loads(ops, starts_us)

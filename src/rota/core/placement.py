@@ -487,6 +487,16 @@ class Placement:
         copy = self.tasks[self.routes[route].target].kind
         return _ends_of_copy(sender, copy) if self.routes[route].is_copy else (sender, receiver)
 
+    def copies_on(self, rank: int) -> dict[tuple[int, Kind], int]:
+        """By (stage, kind) of each O and L on `rank`, the index in `routes` of its copy."""
+        return {
+            (task.stage, task.kind): r
+            for r, route in enumerate(self.routes)
+            if route.is_copy and route.sender == rank
+            for task in (self.tasks[route.source], self.tasks[route.target])
+            if task.kind.is_copy
+        }
+
     def moved_bytes(self, route: int) -> Amount:
         """What `routes[route]` carries, also where that is held by its tasks."""
         source, target, *_, size = self.routes[route][:5]

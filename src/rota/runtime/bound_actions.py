@@ -100,18 +100,10 @@ class BoundActions:
         #: Of activations, by (edge, False, micro-batch), as of the last run that learned them.
         self.formats: dict[ValueKey, Format] = {}
         self.slots: dict[ValueKey, int] = {}  # of values that are made here
-        placement = plan.placement
-        #: By (stage, kind) of O and L, the route of their copies.
-        self._copies = {
-            (task.stage, task.kind): r
-            for r, route in enumerate(placement.routes)
-            if route.is_copy and route.sender == here.rank
-            for task in (placement.tasks[route.source], placement.tasks[route.target])
-            if task.kind.is_copy
-        }
+        self._copies = plan.placement.copies_on(here.rank)
         modules = {stage: stages[stage] for stage, _ in self._copies}
         #: None where this rank offloads nothing.
-        self.offloading = Offloading(placement, modules) if modules else None
+        self.offloading = Offloading(plan.placement, modules) if modules else None
 
     def keys_elsewhere(self) -> Iterator[ValueKey]:
         """The values that another rank makes or reads, and those of which only the gradient comes from there."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Any, TypeAlias, final
 
 import torch
@@ -121,18 +120,13 @@ class _Packing:
 
 @final
 class Offloading:
-    """The copies of one rank's stages, in two threads, one for each direction.
-
-    `host_bytes` is what the host holds, and `peak_host_bytes` the most that it held since the run began.
-    """
+    """The copies of one rank's stages, in two threads, one for each direction."""
 
     def __init__(self, placement: Placement, modules: dict[int, nn.Module]) -> None:
         self._placement, self._modules = placement, modules
         self._to_host, self._back = (ThreadPoolExecutor(1, f"rota-{way}") for way in ("to-host", "from-host"))
         self._saved: dict[tuple[int, int], list[Saved]] = {}  # by stage and micro-batch
         self._copying: dict[tuple[Kind, int, int], Future[None]] = {}
-        self._counting = Lock()
-        self.host_bytes = self.peak_host_bytes = 0
 
     def begin(self) -> None:
         """Before the ops of a step. What a failed one has left goes."""
@@ -140,7 +134,6 @@ class Offloading:
             copy.cancel()
         self._saved.clear()
         self._copying.clear()
-        self.host_bytes = self.peak_host_bytes = 0
 
     def saving(self, op: Op, compute: Computing, inputs: Callable[[], Any], copied: Callable[..., None]) -> Computing:
         """A forward whose saved tensors are copied to the host behind it; `copied` calls what it gets, and times it."""
@@ -160,7 +153,7 @@ class Offloading:
             with saved_tensors_hooks(packing.pack, _unpack):
                 outputs = compute(received)
             saved = self._saved[stage, microbatch] = packing.copied()
-            self._copying[Kind.O, stage, microbatch] = self._to_host.submit(copied, self._store, saved)
+            self._copying[Kind.O, stage, microbatch] = self._to_host.submit(copied, _store, saved)
             return outputs
 
         return run
@@ -198,29 +191,24 @@ class Offloading:
             loaded = self._saved.pop(key)
             for saved in loaded:
                 saved.storage = torch.empty(saved.num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
-            self._copying[Kind.L, op.stage, op.microbatch] = self._back.submit(copied, self._load, loaded)
+            self._copying[Kind.L, op.stage, op.microbatch] = self._back.submit(copied, _load, loaded)
             return []
 
         return run
 
-    def _load(self, loaded: Iterable[Saved]) -> None:
-        for saved in loaded:
-            assert saved.host is not None
-            assert saved.storage is not None
-            saved.storage.copy_(saved.host)
-            saved.host = None
-            self._count(-saved.num_bytes)
 
-    def _store(self, stored: Iterable[Saved]) -> None:
-        for saved in stored:
-            assert saved.storage is not None
-            self._count(saved.num_bytes)
-            saved.host = saved.storage.clone()
+def _store(stored: Iterable[Saved]) -> None:
+    for saved in stored:
+        assert saved.storage is not None
+        saved.host = saved.storage.clone()
 
-    def _count(self, change_bytes: int) -> None:
-        with self._counting:
-            self.host_bytes += change_bytes
-            self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+
+def _load(loaded: Iterable[Saved]) -> None:
+    for saved in loaded:
+        assert saved.host is not None
+        assert saved.storage is not None
+        saved.storage.copy_(saved.host)
+        saved.host = None
 
 
 def _unpack(packed: Staying | View) -> torch.Tensor:
