@@ -6,7 +6,8 @@ host waits for receives alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -54,7 +55,8 @@ class _Enqueued(dist.Work):
 class SimGroup(dist.ProcessGroup):
     """A process group for tensors of simulated devices."""
 
-    made: ClassVar[list[SimGroup]] = []  # for tests, which replace it
+    #: For tests, which replace it; else nothing is kept, as each group has threads of Gloo.
+    made: ClassVar[MutableSequence[SimGroup]] = deque(maxlen=0)
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
